@@ -1,0 +1,425 @@
+"""The JobSpec tree: every key of a job file, its meaning, unit and default.
+
+The descriptions below are what ``hpctrain explain``, the JSON Schema and docs/job-file.md
+print; they are written once, here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from hpctrain.spec.fields import (
+    Arguments,
+    AutoCount,
+    Boolean,
+    Count,
+    CountOrZero,
+    Line,
+    Number,
+    OptionalCount,
+    OptionalLine,
+    OptionalNumber,
+    OptionalSize,
+    OptionalText,
+    OptionalWalltime,
+    Plain,
+    Seconds,
+    Section,
+    Text,
+    show,
+)
+from hpctrain.spec.transformer import TransformerDims
+
+_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _entry_point(value: str | None) -> str | None:
+    if value is not None and not _ENTRY.fullmatch(value):
+        raise ValueError(f"found {value!r}; write package.module:function")
+    return value
+
+
+EntryPoint = Annotated[OptionalText, AfterValidator(_entry_point)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+
+
+class ModelSpec(Section):
+    """The model: a preset, explicit dimensions, or a function of your own."""
+
+    scalar_key: ClassVar[str | None] = "preset"
+
+    preset: OptionalText = Field(
+        None, description="Name of a published shape; further keys of this section override it."
+    )
+    module: EntryPoint = Field(
+        None,
+        description="Your own model, as package.module:function; called with `args`, returns a "
+        "torch.nn.Module. Excludes preset and dimensions.",
+    )
+    args: Arguments = Field(
+        default_factory=dict, description="Keyword arguments of the function named by `module`."
+    )
+    layers: OptionalCount = Field(None, description="Transformer blocks.")
+    hidden: OptionalCount = Field(None, description="Width of the residual stream.")
+    heads: OptionalCount = Field(None, description="Attention (query) heads; divides hidden.")
+    kv_heads: OptionalCount = Field(
+        None, description="Key-value heads of grouped-query attention; divides heads. [heads]"
+    )
+    ffn_hidden: OptionalCount = Field(
+        None,
+        description="Inner width of the feed-forward network. [4·hidden for gelu; 8/3·hidden "
+        "rounded up to a multiple of 64 for swiglu]",
+    )
+    vocab_size: OptionalCount = Field(
+        None, description="Rows of the embedding; 256 for byte-level tokens."
+    )
+    max_positions: OptionalCount = Field(
+        None, description="Longest sequence, in tokens. [data.sequence_length]"
+    )
+    position: Annotated[Literal["learned", "rotary", "none"], Plain] = Field(
+        "learned", description="How positions enter: a learned table, rotary embedding, or not."
+    )
+    norm: Annotated[Literal["layernorm", "rmsnorm"], Plain] = Field(
+        "layernorm", description="Normalisation before attention and feed-forward."
+    )
+    activation: Annotated[Literal["gelu", "swiglu"], Plain] = Field(
+        "gelu", description="Feed-forward network: GELU, or gated SiLU with three matrices."
+    )
+    tied_embeddings: Boolean = Field(
+        True, description="The output layer shares the embedding's weight."
+    )
+    bias: Boolean = Field(True, description="Biases in linears and norms.")
+    dropout: Fraction = Field(
+        0.0, description="Dropout probability on embeddings, attention and residuals."
+    )
+    norm_eps: Positive = Field(1e-5, description="Epsilon of the norms.")
+    rope_theta: Positive = Field(10000.0, description="Base of the rotary frequencies.")
+    init_std: Positive = Field(
+        0.02,
+        description="Standard deviation of the weights' initialisation; output projections of "
+        "each block get init_std / sqrt(2·layers).",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ModelSpec:
+        if self.module is not None:
+            given = [key for key in ("preset", *_DIMENSIONS) if getattr(self, key) is not None]
+            if given:
+                raise ValueError(f"module excludes {', '.join(given)}: your function gives these")
+            return self
+        missing = [
+            key for key in ("layers", "hidden", "heads", "vocab_size") if not getattr(self, key)
+        ]
+        if missing:
+            raise ValueError(
+                f"missing {', '.join(missing)}; give a preset, all dimensions, or module"
+            )
+        assert self.hidden and self.heads
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} does not divide into {self.heads} heads")
+        if self.position == "rotary" and (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"rotary positions need an even head size; {self.hidden} / {self.heads} = "
+                f"{self.hidden // self.heads}"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not divide into {self.kv_heads} kv_heads")
+        return self
+
+    def transformer(self) -> TransformerDims:
+        """Dimensions with every default filled in.
+
+        Raises:
+            ValueError: the model is the user's own.
+        """
+        if self.module is not None:
+            raise ValueError(f"model {self.module} is the user's own: its dimensions are unknown")
+        assert self.layers and self.hidden and self.heads and self.vocab_size
+        assert self.max_positions, "resolve() fills max_positions"
+        return TransformerDims(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            ffn_hidden=self.ffn_hidden or default_ffn_hidden(self.hidden, self.activation),
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            position=self.position,
+            norm=self.norm,
+            activation=self.activation,
+            tied_embeddings=self.tied_embeddings,
+            bias=self.bias,
+            dropout=self.dropout,
+            norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
+            init_std=self.init_std,
+        )
+
+
+_DIMENSIONS = (
+    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "max_positions",
+)  # fmt: skip
+
+
+def default_ffn_hidden(hidden: int, activation: str) -> int:
+    """4·hidden for two matrices; 8/3·hidden, a multiple of 64, where the gate is a third."""
+    return 4 * hidden if activation == "gelu" else -(-8 * hidden // (3 * 64)) * 64
+
+
+class ParallelSpec(Section):
+    """How the ranks share the work; the product of the axes is the number of ranks."""
+
+    data: AutoCount = Field(
+        "auto", description="Data-parallel ranks; auto takes all that the other axes leave."
+    )
+    sharding: Annotated[Literal["none", "zero2", "zero3"], Plain] = Field(
+        "none",
+        description="What data-parallel ranks shard: none (DDP: every rank holds everything), "
+        "zero2 (FSDP2: gradients and optimizer states; parameters stay gathered between "
+        "forward and backward), zero3 (FSDP2: parameters too).",
+    )
+
+
+class DataSpec(Section):
+    """What the model is trained on."""
+
+    scalar_key: ClassVar[str | None] = "path"
+
+    path: OptionalText = Field(
+        None,
+        description="HDF5 token file written by `hpctrain data tokenize`; relative to the directory "
+        "you submit from.",
+    )
+    sequence_length: OptionalCount = Field(None, description="Tokens a sample.")
+    shuffle_block: Count = Field(
+        64,
+        description="Samples read as one contiguous block; the order of blocks and the order "
+        "inside each are shuffled anew each epoch.",
+    )
+    module: EntryPoint = Field(
+        None,
+        description="Your own data set, as package.module:function; called with `args`, returns "
+        "an object with __len__ and __getitem__(index) -> tensor or tuple of tensors.",
+    )
+    args: Arguments = Field(
+        default_factory=dict, description="Keyword arguments of the function named by `module`."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DataSpec:
+        if (self.path is None) == (self.module is None):
+            raise ValueError("give either path (a token file) or module (your own data set)")
+        if self.path is not None and self.sequence_length is None:
+            raise ValueError("sequence_length is missing: tokens a sample, for example 1024")
+        return self
+
+
+class ScheduleSpec(Section):
+    """The learning rate over the steps."""
+
+    scalar_key: ClassVar[str | None] = "kind"
+
+    kind: Annotated[Literal["constant", "cosine", "linear", "wsd"], Plain] = Field(
+        "cosine",
+        description="After the warm-up: constant, half a cosine or a line down to min_lr at the "
+        "last step, or stable and then a line down (wsd, warm-up-stable-decay).",
+    )
+    warmup_steps: CountOrZero = Field(0, description="Steps of linear warm-up from 0 to lr.")
+    decay_steps: OptionalCount = Field(
+        None, description="wsd only: steps of the final decay. [a tenth of train.steps]"
+    )
+
+
+class LossSpec(Section):
+    """A loss of your own; token models use cross entropy without it."""
+
+    scalar_key: ClassVar[str | None] = "module"
+
+    module: EntryPoint = Field(
+        None,
+        description="package.module:function; called as function(model, batch, **args), returns "
+        "the mean loss over the micro-batch as a scalar tensor.",
+    )
+    args: Arguments = Field(default_factory=dict, description="Keyword arguments of the loss.")
+
+
+class TrainSpec(Section):
+    """The optimisation."""
+
+    steps: Count = Field(..., description="Optimizer steps of the whole run.")
+    global_batch: Count = Field(..., description="Samples (sequences) a step, over all ranks.")
+    micro_batch: AutoCount = Field(
+        "auto",
+        description="Samples a rank takes in one forward pass; the rest of its share is "
+        "accumulated. auto: all of its share.",
+    )
+    lr: Positive = Field(3e-4, description="Peak learning rate.")
+    min_lr: NotNegative = Field(0.0, description="Learning rate at the end of the decay.")
+    schedule: ScheduleSpec = Field(
+        default_factory=lambda: ScheduleSpec(), description="Shape of the learning rate."
+    )
+    weight_decay: NotNegative = Field(
+        0.1, description="Decoupled weight decay (AdamW) of matrices; norms and biases have none."
+    )
+    betas: Annotated[tuple[Fraction, Fraction], Plain] = Field(
+        (0.9, 0.95), description="AdamW's decay rates of the two moments."
+    )
+    eps: Positive = Field(1e-8, description="AdamW's epsilon.")
+    clip: OptionalNumber = Field(
+        1.0, description="Largest global L2 norm of the gradients; null leaves them alone."
+    )
+    precision: Annotated[Literal["fp32", "bf16"], Plain] = Field(
+        "fp32", description="fp32, or bf16 for compute with fp32 master weights and reductions."
+    )
+    loss: LossSpec = Field(default_factory=lambda: LossSpec(), description="A loss of your own.")
+    seed: CountOrZero = Field(
+        0,
+        description="Seed of everything: weights by (seed, name), order of samples by (seed, "
+        "epoch), dropout by (seed, data-parallel rank).",
+    )
+    log_every: Count = Field(1, description="Steps between metric lines.")
+    tensorboard: Boolean = Field(
+        False, description="Also write TensorBoard event files (needs hpctrain[tensorboard])."
+    )
+
+    @field_validator("clip")
+    @classmethod
+    def _clip(cls, value: float | None) -> float | None:
+        if value is not None and value <= 0:
+            raise ValueError(f"found {value}; a positive norm or null belongs here")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainSpec:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps {self.schedule.warmup_steps} is more than all "
+                f"{self.steps} steps"
+            )
+        return self
+
+
+class CheckpointSpec(Section):
+    """When and where training state is saved."""
+
+    every: OptionalCount = Field(
+        None, description="Steps between checkpoints. [a tenth of train.steps]"
+    )
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    path: OptionalText = Field(
+        None, description="Directory of the checkpoints. [checkpoints/ in the run directory]"
+    )
+    on_error: Annotated[Literal["continue", "stop"], Plain] = Field(
+        "continue",
+        description="When a checkpoint cannot be written (no space, quota, I/O error): train on "
+        "with the previous one, or stop.",
+    )
+
+
+def _token(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.,:+@%=/-]+", value):
+        raise ValueError(f"found {value!r}; letters, digits and _.,:+@%=/- belong here")
+    return value
+
+
+SlurmToken = Annotated[
+    OptionalLine, AfterValidator(lambda value: value if value is None else _token(value))
+]
+
+
+def _option(value: str) -> str:
+    if not re.match(r"--?[A-Za-z][\w-]*(=|\s|$)", value):
+        raise ValueError(f"found {value!r}; an option such as --constraint=nvme belongs here")
+    return value
+
+
+class SlurmSpec(Section):
+    """What is asked of Slurm; ignored by the local launcher, but for time and margin."""
+
+    account: SlurmToken = Field(None, description="Account (project) to charge.")
+    partition: SlurmToken = Field(None, description="Partition. [the machine's, else Slurm's]")
+    qos: SlurmToken = Field(None, description="Quality of service.")
+    reservation: SlurmToken = Field(None, description="Reservation.")
+    constraint: OptionalLine = Field(None, description="Node features, for example gpu&hbm80g.")
+    time: OptionalWalltime = Field(
+        None,
+        description="Walltime: Slurm's six forms, or 1h30m, 2d. The ranks stop, checkpoint and "
+        "exit resumable `margin` before it. [the partition's default, without a deadline]",
+    )
+    margin: Seconds = Field(
+        120.0, description="Time kept for the last checkpoint before the walltime ends."
+    )
+    cpus_per_task: OptionalCount = Field(None, description="Cores a rank. [the machine's]")
+    memory: OptionalSize = Field(None, description="Memory a node, in bytes (64GiB).")
+    exclusive: Boolean = Field(False, description="Whole nodes only.")
+    mpi: SlurmToken = Field(
+        None, description="srun --mpi= type. [the machine's; pmi2 where MPI is the mpich wheel]"
+    )
+    mail_user: SlurmToken = Field(None, description="Address told of begin, end and failure.")
+    comment: OptionalLine = Field(None, description="Comment shown by squeue and sacct.")
+    sbatch_options: tuple[Annotated[Line, AfterValidator(_option)], ...] = Field(
+        (), description="Further sbatch options, one a list item, as --name=value."
+    )
+    srun_options: tuple[Annotated[Line, AfterValidator(_option)], ...] = Field(
+        (), description="Further srun options, one a list item, as --name=value."
+    )
+    modules: tuple[Line, ...] = Field(
+        (), description="Environment modules loaded in the batch script, in order."
+    )
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class JobSpec(Section):
+    """A job: everything that is asked for, in one document."""
+
+    name: Line = Field("job", description="Name of the run; starts its run directory's name.")
+    machine: Line = Field(
+        "local", description="Machine the job runs on: a site name, or the path of a site file."
+    )
+    nodes: Count = Field(1, description="Nodes.")
+    ranks_per_node: AutoCount = Field(
+        "auto",
+        description="MPI ranks a node; auto is one a device of the machine, and 1 on local.",
+    )
+    model: ModelSpec = Field(..., description="The model.")
+    parallel: ParallelSpec = Field(
+        default_factory=lambda: ParallelSpec(), description="How the ranks share the work."
+    )
+    data: DataSpec = Field(..., description="Training data.")
+    train: TrainSpec = Field(..., description="The optimisation.")
+    checkpoint: CheckpointSpec = Field(
+        default_factory=lambda: CheckpointSpec(), description="Saving and keeping state."
+    )
+    slurm: SlurmSpec = Field(default_factory=lambda: SlurmSpec(), description="Slurm's part.")
+    env: Annotated[dict[str, Text], BeforeValidator(lambda v: {} if _null(v) else v)] = Field(
+        default_factory=dict,
+        description="Environment variables of every rank, byte for byte as written.",
+    )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_mapping(cls, value: Any) -> Any:
+        if not isinstance(value, dict) and not _null(value):
+            raise ValueError(f"found {show(value)}; a mapping of variables belongs here")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _env_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} cannot name an environment variable")
+        return value
+
+
+def _null(value: Any) -> bool:
+    return value is None or getattr(value, "raw", "x") in ("", "~", "null")

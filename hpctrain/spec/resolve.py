@@ -1,0 +1,140 @@
+"""Fill in what a job leaves to its machine, its directory and its other keys.
+
+A resolved job has no ``auto`` left: every rank, the batch script and every later reader work
+from the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpctrain.errors import ImpossibleError
+from hpctrain.spec.job import JobSpec, default_ffn_hidden
+from hpctrain.spec.load import Job, Source
+
+
+class Site(Protocol):
+    """What resolving asks of a machine."""
+
+    @property
+    def devices_per_node(self) -> int | None: ...
+
+
+def resolve(job: Job, site: Site, directory: Path) -> Job:
+    """The job with every default worked out.
+
+    Args:
+        job: as validated.
+        site: the machine it names.
+        directory: what relative paths start from.
+
+    Raises:
+        ImpossibleError: numbers that do not divide.
+    """
+    spec = job.spec
+    values: dict[str, Any] = {}
+    ranks_per_node = spec.ranks_per_node
+    if ranks_per_node == "auto":
+        ranks_per_node = values["ranks_per_node"] = site.devices_per_node or 1
+    world = spec.nodes * ranks_per_node
+    data = spec.parallel.data
+    if data == "auto":
+        data = values["parallel.data"] = world
+    if data != world:
+        raise _impossible(
+            job,
+            "parallel.data",
+            f"{data} data-parallel ranks on {world} ranks ({spec.nodes} nodes x "
+            f"{ranks_per_node}); write auto or {world}",
+        )
+    values |= _batch(job, data)
+    values |= _model(spec)
+    if spec.checkpoint.every is None:
+        values["checkpoint.every"] = max(1, spec.train.steps // 10)
+    if spec.train.schedule.kind == "wsd" and spec.train.schedule.decay_steps is None:
+        values["train.schedule.decay_steps"] = max(1, spec.train.steps // 10)
+    for key, path in (("data.path", spec.data.path), ("checkpoint.path", spec.checkpoint.path)):
+        if path is not None and not Path(path).is_absolute():
+            values[key] = str(directory.absolute() / path)
+    if "/" in spec.machine and not Path(spec.machine).is_absolute():
+        values["machine"] = str(directory.absolute() / spec.machine)
+    changed = JobSpec.model_validate(_merged(spec.model_dump(mode="json"), values))
+    sources = dict(job.sources)
+    for key in values:
+        if key not in sources or key.endswith(("data", "micro_batch", "ranks_per_node")):
+            sources[key] = Source("resolved", "worked out from the other keys")
+    return dataclasses.replace(job, spec=changed, sources=sources)
+
+
+def _batch(job: Job, data: int) -> dict[str, Any]:
+    train = job.spec.train
+    if train.global_batch % data:
+        low = train.global_batch // data * data
+        near = f"{low} or {low + data}" if low else str(data)
+        raise _impossible(
+            job,
+            "train.global_batch",
+            f"{train.global_batch} samples do not divide over {data} data-parallel ranks; "
+            f"nearest: {near}",
+        )
+    share = train.global_batch // data
+    if train.micro_batch == "auto":
+        return {"train.micro_batch": share}
+    if share % train.micro_batch:
+        fits = [size for size in range(1, share + 1) if share % size == 0]
+        raise _impossible(
+            job,
+            "train.micro_batch",
+            f"a rank's share of {share} samples ({train.global_batch} / {data} ranks) does not "
+            f"divide into micro-batches of {train.micro_batch}; these do: "
+            + ", ".join(str(size) for size in fits[:12]),
+        )
+    return {}
+
+
+def _model(spec: JobSpec) -> dict[str, Any]:
+    model = spec.model
+    if model.module is not None:
+        return {}
+    assert model.hidden is not None
+    values: dict[str, Any] = {}
+    if model.kv_heads is None:
+        values["model.kv_heads"] = model.heads
+    if model.ffn_hidden is None:
+        values["model.ffn_hidden"] = default_ffn_hidden(model.hidden, model.activation)
+    if model.max_positions is None:
+        values["model.max_positions"] = spec.data.sequence_length
+    return values
+
+
+def check(job: Job) -> None:
+    """What a resolved job must satisfy beyond single sections.
+
+    Raises:
+        ImpossibleError: the sequence is longer than the model's positions.
+    """
+    spec = job.spec
+    length, longest = spec.data.sequence_length, spec.model.max_positions
+    if spec.model.module is None and length and longest and length > longest:
+        raise _impossible(
+            job,
+            "data.sequence_length",
+            f"{length} tokens are more than model.max_positions {longest}",
+        )
+
+
+def _impossible(job: Job, key: str, message: str) -> ImpossibleError:
+    return ImpossibleError(str(job.locate(key, message)))
+
+
+def _merged(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        here = data
+        for parent in parents:
+            here = here[parent]
+        here[last] = value
+    return data
