@@ -1,0 +1,122 @@
+"""What is planned: a model, how it is cut and run, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from hpctrain.layout import ParallelLayout
+from hpctrain.plan.platform import Platform
+from hpctrain.plan.shapes import ModelShape
+from hpctrain.plan.software import Calibration, Stack
+
+
+class Placement(StrEnum):
+    """Where one kind of training state lives over the ranks that share it."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    SHARDED = "sharded"
+    """Each rank holds its part, and works on that part only."""
+    GATHERED = "sharded-with-gather"
+    """Each rank holds its part; a unit at a time is gathered where it is used, then dropped."""
+    MATERIALISED = "materialised"
+    """Each rank holds its part; it is gathered once a micro-batch and kept until used again."""
+    OFFLOADED = "offloaded"
+    """As sharded, in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlacement:
+    """Placement of the states of training over the data-parallel ranks.
+
+    Activations belong to each rank's own samples: replicated means kept whole on the device,
+    sharded split over the tensor-parallel group (sequence parallelism), offloaded in host memory.
+    """
+
+    parameters: Placement = Placement.REPLICATED
+    gradients: Placement = Placement.REPLICATED
+    optimizer: Placement = Placement.REPLICATED
+
+    @classmethod
+    def zero(cls, stage: int) -> StatePlacement:
+        """ZeRO stages 0 to 3 (Rajbhandari et al. 2020)."""
+        return cls(
+            parameters=Placement.GATHERED if stage >= 3 else Placement.REPLICATED,
+            gradients=Placement.SHARDED if stage >= 2 else Placement.REPLICATED,
+            optimizer=Placement.SHARDED if stage >= 1 else Placement.REPLICATED,
+        )
+
+    @property
+    def fully_sharded(self) -> bool:
+        return self.parameters in (Placement.GATHERED, Placement.MATERIALISED)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a step is cut.
+
+    Attributes:
+        layout: degrees of every kind of parallelism.
+        micro_batch: samples of one forward pass on one data-parallel rank.
+        virtual: model chunks a pipeline rank holds.
+        schedule: name of the pipeline schedule.
+        states: placement of parameters, gradients and optimizer states.
+        recompute: ``none``, ``selective`` (the attention core) or ``full`` (every layer).
+        sequence_parallel: norms and residuals are split over the tensor-parallel group.
+    """
+
+    layout: ParallelLayout
+    micro_batch: int = 1
+    virtual: int = 1
+    schedule: str = "1f1b"
+    states: StatePlacement = StatePlacement()
+    recompute: str = "none"
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What does not change while layouts are compared.
+
+    Attributes:
+        model: the transformer.
+        sequence: tokens a sample.
+        global_batch: samples a step.
+        dtype: type of matrix products: ``bf16``, ``fp16``, ``fp8`` or ``fp32``.
+        platform: accelerator and links.
+        stack: software.
+        values: calibration of the two.
+        attention: kernel of the attention core; the stack's own where None.
+        fused_norms: as in Stack; the stack's own where None.
+        reduce_bytes: bytes of a gradient element in reductions; the stack's own where None.
+        stages: layers of each pipeline stage; dealt by the stack's rule where None.
+    """
+
+    model: ModelShape
+    sequence: int
+    global_batch: int
+    dtype: str
+    platform: Platform
+    stack: Stack
+    values: Calibration
+    attention: str | None = None
+    fused_norms: bool | None = None
+    reduce_bytes: int | None = None
+    stages: tuple[int, ...] | None = None
+
+    @property
+    def kernel(self) -> str:
+        return self.attention or self.stack.attention
+
+    @property
+    def norms_fused(self) -> bool:
+        return self.stack.fused_norms if self.fused_norms is None else self.fused_norms
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.reduce_bytes or self.stack.gradient_bytes(self.dtype)
+
+    def calibrated(self, values: Calibration) -> Workload:
+        """The same under other numbers."""
+        return replace(self, values=values)

@@ -1,0 +1,252 @@
+"""What the software between model and accelerator can do, and how well it was measured to do it.
+
+A ``Stack`` states facts about a generation of training software (which attention kernel, what is
+overlapped). A ``Calibration`` holds the few numbers that were fitted to published measurements,
+or measured on a node, for one accelerator under one stack. docs/planner.md says on which rows and
+with which error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib.resources import files
+from types import MappingProxyType
+
+import yaml
+
+from hpctrain.errors import ImpossibleError
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Fractions of peaks and fixed costs of one (accelerator, stack).
+
+    Attributes:
+        gemm: share of peak FLOP/s that a large half-precision matrix product reaches.
+        gemm_fp8: the same in fp8, of the fp8 peak.
+        gemm_traffic: how much of a product's memory traffic adds to its time (0: all hidden).
+        wave: how much of an unfilled last wave of tiles is lost (0: nothing, 1: all).
+        flash1, flash2, cudnn: share of peak FLOP/s in the attention core, by kernel, for heads
+            of 128; causal products counted at half.
+        head_exponent: smaller heads are slower by (head_dim / 128) to this power.
+        softmax: memory passes of an unfused attention core over the planner's count.
+        misaligned: slowdown of unfused attention products when head_dim is no multiple of 8.
+        memory: share of memory bandwidth that element-wise work reaches.
+        unfused_norm: memory passes of norms that are not fused, over the planner's count.
+        layer_seconds: time a layer loses a micro-batch to launches and gaps.
+        link: share of the fast links' bandwidth in collectives.
+        network: share of the network cards' bandwidth in collectives and sends.
+        hop_seconds: time of one step of a collective that moves nothing.
+        tp_overlap, tp_backward_overlap: share of tensor-parallel communication that is hidden,
+            in all passes and in the backward pass.
+        dp_overlap: share of a micro-batch behind which gradient reduction can hide.
+        pp_overlap: share of sends between stages that is hidden.
+        fsdp_overlap: share of gather and scatter of sharded parameters that can hide.
+        expert_overlap: share of expert dispatch and combine that is hidden.
+        step_seconds: time of a step that belongs to no layer.
+        spread: standard deviation of log(measured / predicted) on rows that were not fitted.
+    """
+
+    gemm: float = 0.80
+    gemm_fp8: float = 0.62
+    gemm_traffic: float = 1.0
+    wave: float = 0.5
+    flash1: float = 0.30
+    flash2: float = 0.50
+    cudnn: float = 0.50
+    head_exponent: float = 0.3
+    softmax: float = 0.8
+    misaligned: float = 14.0
+    memory: float = 0.78
+    unfused_norm: float = 1.5
+    layer_seconds: float = 1.0e-3
+    link: float = 0.75
+    network: float = 0.65
+    hop_seconds: float = 7.0e-6
+    tp_overlap: float = 0.0
+    tp_backward_overlap: float = 0.0
+    dp_overlap: float = 0.0
+    pp_overlap: float = 0.0
+    fsdp_overlap: float = 0.7
+    expert_overlap: float = 0.0
+    step_seconds: float = 0.02
+    spread: float = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One generation of training software.
+
+    Attributes:
+        name: what it is asked for by.
+        title: for people.
+        attention: kernel it uses unless a job says otherwise: ``torch`` (a kernel an operation),
+            ``fused`` (fused softmax), ``flash1``, ``flash2``, ``cudnn``.
+        fused_norms: norms are one kernel.
+        split_sends: activations between stages are split over the tensor-parallel group and
+            gathered on arrival.
+        balanced_stages: layers are dealt to stages by cost; else evenly.
+        sequence_parallel: on wherever there is tensor parallelism, unless a job says otherwise.
+        scattered_gradients: sharded optimizers reduce-scatter gradients; else all-reduce them.
+        fp16_gradient_bytes, bf16_gradient_bytes: bytes a gradient element has in the reduction.
+        overlap: names of the overlaps of Calibration that it is capable of.
+        dropout: jobs of that time used dropout.
+    """
+
+    name: str
+    title: str
+    attention: str
+    fused_norms: bool = True
+    split_sends: bool = True
+    balanced_stages: bool = False
+    sequence_parallel: bool = False
+    scattered_gradients: bool = True
+    fp16_gradient_bytes: int = 2
+    bf16_gradient_bytes: int = 4
+    overlap: tuple[str, ...] = ()
+    dropout: bool = False
+
+    def gradient_bytes(self, dtype: str) -> int:
+        """Bytes of a gradient element when it is reduced."""
+        return self.fp16_gradient_bytes if dtype == "fp16" else self.bf16_gradient_bytes
+
+
+STACKS: Mapping[str, Stack] = MappingProxyType(
+    {
+        s.name: s
+        for s in (
+            Stack(
+                "megatron-2020",
+                "Megatron-LM and its ports of 2020 and early 2021",
+                "fused",
+                split_sends=False,
+                dropout=True,
+            ),
+            Stack(
+                "megatron-2021",
+                "Megatron-LM of 2021 and 2022: interleaving, fused softmax, sequence parallelism",
+                "fused",
+                overlap=("tp_backward_overlap",),
+                dropout=True,
+            ),
+            Stack(
+                "megatron-deepspeed-2021",
+                "Megatron-DeepSpeed of 2021: DeepSpeed's pipeline engine and ZeRO-1",
+                "fused",
+                split_sends=False,
+                scattered_gradients=False,
+                dropout=True,
+            ),
+            Stack(
+                "pytorch-2023",
+                "PyTorch 2.0 with flash attention, FSDP or ZeRO-1 without overlap",
+                "flash1",
+                balanced_stages=True,
+                scattered_gradients=False,
+                overlap=("fsdp_overlap",),
+            ),
+            Stack(
+                "pytorch-2024",
+                "PyTorch 2.2 and later: flash attention 2, FSDP2, compiled kernels",
+                "flash2",
+                balanced_stages=True,
+                sequence_parallel=True,
+                overlap=("fsdp_overlap", "dp_overlap"),
+            ),
+            Stack(
+                "megatron-core-2024",
+                "Megatron-Core and Transformer Engine: fused kernels, everything overlapped",
+                "cudnn",
+                sequence_parallel=True,
+                overlap=(
+                    "tp_overlap",
+                    "dp_overlap",
+                    "pp_overlap",
+                    "fsdp_overlap",
+                    "expert_overlap",
+                ),
+            ),
+        )
+    }
+)
+
+DEFAULT_STACK = "pytorch-2024"
+"""What a job of ours is planned with where nothing was measured."""
+
+
+def stack(name: str) -> Stack:
+    """The stack of that name.
+
+    Raises:
+        ImpossibleError: no such stack; the known ones are listed.
+    """
+    try:
+        return STACKS[name]
+    except KeyError:
+        raise ImpossibleError(
+            f"no software stack {name!r}", hint=f"known: {', '.join(STACKS)}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A calibration with where it comes from.
+
+    Attributes:
+        values: the numbers.
+        source: ``measured`` on the machine, ``published`` (fitted to published measurements of
+            this accelerator under this stack) or ``assumed`` (nearest relative).
+        rows: measurements it was fitted to.
+    """
+
+    values: Calibration
+    source: str
+    rows: int = 0
+
+
+@lru_cache(maxsize=1)
+def _table() -> Mapping[str, Mapping[str, float]]:
+    text = files("hpctrain.plan").joinpath("calibration.yaml").read_text("utf-8")
+    loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return MappingProxyType(loaded)
+
+
+def apply(base: Calibration, numbers: Mapping[str, float]) -> Calibration:
+    """``base`` with the given numbers; names that are no field are left out."""
+    known = {f.name for f in fields(Calibration)}
+    return replace(base, **{k: float(v) for k, v in numbers.items() if k in known})
+
+
+def restrict(values: Calibration, software: Stack) -> Calibration:
+    """``values`` with every overlap that the stack is not capable of set to 0."""
+    names = [f.name for f in fields(Calibration) if f.name.endswith("overlap")]
+    return replace(values, **{n: 0.0 for n in names if n not in software.overlap})
+
+
+def calibration(
+    family: str, stack_name: str, table: Mapping[str, Mapping[str, float]] | None = None
+) -> Fitted:
+    """Numbers of an accelerator family under a stack, from the nearest that was fitted.
+
+    Exactly that pair where there is one; else the software's numbers as other accelerators show
+    them, with this accelerator's own rates where those are known. The spread widens with every
+    step away.
+
+    Args:
+        family: as in Platform.
+        stack_name: key of STACKS.
+        table: fitted numbers by ``family/stack``, ``stack`` and ``family``; the shipped ones
+            where None.
+    """
+    table = _table() if table is None else table
+    software = stack(stack_name)
+    exact = table.get(f"{family}/{stack_name}")
+    values = apply(Calibration(), table.get(stack_name, {}))
+    values = apply(values, table.get(family, {}))
+    if exact is not None:
+        values = apply(values, exact)
+        return Fitted(restrict(values, software), "published", int(exact.get("rows", 0)))
+    wider = replace(values, spread=max(values.spread, 0.15) * 1.5)
+    return Fitted(restrict(wider, software), "assumed")
