@@ -72,6 +72,7 @@ PRIORS: Mapping[str, Mapping[str, float]] = {
     },
     "PVC": {"gemm": 0.60, "flash2": 0.25, "memory": 0.65},
     "megatron-2021": {"tp_backward_overlap": 0.7, "misaligned": 14.0},
+    "oneflow-2021": {"dp_overlap": 0.7},
     "pytorch-2024": {"dp_overlap": 0.5, "fsdp_overlap": 0.8},
     "megatron-core-2024": {
         "tp_overlap": 0.6, "dp_overlap": 0.9, "pp_overlap": 0.8, "expert_overlap": 0.2,
@@ -189,15 +190,15 @@ def fit(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     """The table of calibration.yaml from rows with measured times."""
     sets: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        if row.seconds and row.known:
+        if row.seconds and row.known and not row.doubtful:
             sets[key_of(row)].append(row)
     names = {k: _used(v, k[1]) for k, v in sets.items()}
     first = {k: fit_set(v, prior_of(*k), names[k], {}) for k, v in sets.items()}
     families = _means(first, sets, HARDWARE, 0)
     software = _means(first, sets, [n for n in NUMBERS if n not in HARDWARE], 1)
     table: dict[str, dict[str, float]] = {}
-    for family, values in {**PRIORS, **{}}.items():
-        table[family] = dict(values)
+    for name, values in PRIORS.items():
+        table[name] = dict(values)
     for level in (families, software):
         for name, values in level.items():
             table.setdefault(name, {}).update(values)
@@ -243,9 +244,8 @@ def errors(rows: Iterable[Row], table: Mapping[str, Mapping[str, float]]) -> lis
 
 
 def half_of(row: Row) -> int:
-    """Which half a (source, model) group belongs to, dealt alternately in order of appearance."""
-    text = f"{row.series}|{row.model}"
-    return sum(text.encode()) % 2
+    """Which half a (source, model) group belongs to, dealt by its bytes."""
+    return sum(published_rows.group_of(row).encode()) % 2
 
 
 def round_off(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -257,37 +257,38 @@ def round_off(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--measurements", type=Path, default=DATA / "published_measurements.csv")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name} and both halves")
+    parser.add_argument("--sources", action="store_true", help="also leave each source out in turn")
     args = parser.parse_args()
     rows, _ = published_rows.load(args.measurements)
     table = fit(rows)
     _report("all rows, fitted on all", rows, table)
-    halves = [[r for r in rows if half_of(r) == h] for h in (0, 1)]
+    spreads: dict[str, list[float]] = defaultdict(list)
     for half in (0, 1):
-        halved = fit(halves[half])
-        _report(f"half {half}, fitted on it", halves[half], halved)
-        _report(f"half {1 - half}, fitted on half {half}", halves[1 - half], halved)
-    for source in dict.fromkeys(r.ident.rsplit("-", 1)[0] for r in rows):
-        kept = [r for r in rows if not r.ident.startswith(f"{source}-")]
-        out = [r for r in rows if r.ident.startswith(f"{source}-")]
-        _report(f"{source}, fitted on the other sources", out, fit(kept))
-    if args.write:
-        spreads(rows, table)
-        TABLE.write_text(yaml.safe_dump(round_off(table), sort_keys=True), encoding="utf-8")
-
-
-def spreads(rows: Sequence[Row], table: dict[str, dict[str, float]]) -> None:
-    """Adds to each set the robust deviation of rows not fitted, from the two halves."""
-    halves = [[r for r in rows if half_of(r) == h] for h in (0, 1)]
-    found: dict[str, list[float]] = defaultdict(list)
-    for half in (0, 1):
-        halved = fit(halves[half])
+        inside = [r for r in rows if half_of(r) == half]
+        outside = [r for r in rows if half_of(r) != half]
+        halved = fit(inside)
+        _report(f"half {half}, fitted on it", inside, halved)
+        _report(f"half {1 - half}, fitted on half {half}", outside, halved)
         for row, error in zip(
-            [r for r in halves[1 - half] if r.seconds], errors(halves[1 - half], halved), strict=True
+            [r for r in outside if r.seconds], errors(outside, halved), strict=True
         ):
-            found["/".join(key_of(row))].append(abs(error))
-    for name, values in found.items():
-        table[name]["spread"] = max(0.04, 1.4826 * float(np.median(values)))
+            spreads["/".join(key_of(row))].append(abs(error))
+        if args.write:
+            groups = sorted({published_rows.group_of(r) for r in inside})
+            text = yaml.safe_dump({**round_off(halved), "groups": groups}, sort_keys=True)
+            (DATA / f"calibration_half_{half}.yaml").write_text(text, encoding="utf-8")
+    if args.sources:
+        for source in dict.fromkeys(r.ident.rsplit("-", 1)[0] for r in rows):
+            kept = [r for r in rows if not r.ident.startswith(f"{source}-")]
+            left = [r for r in rows if r.ident.startswith(f"{source}-")]
+            _report(f"{source}, fitted on the other sources", left, fit(kept))
+    if args.write:
+        for name, values in spreads.items():
+            # robust deviation of rows that were not fitted
+            table[name]["spread"] = max(0.04, 1.4826 * float(np.median(values)))
+        text = yaml.safe_dump(round_off(table), sort_keys=True)
+        TABLE.write_text(f"# Written by benchmarks/fit_calibration.py.\n{text}", encoding="utf-8")
 
 
 def _report(title: str, rows: Sequence[Row], table: Mapping[str, Mapping[str, float]]) -> None:

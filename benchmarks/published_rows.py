@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError
 from hpctrain.layout import ParallelLayout
+from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
@@ -33,7 +34,8 @@ class Origin:
         flops: convention of stated TFLOP/s and MFU: ``model``, ``hardware`` or ``causal``.
         nic: bytes/s one way into a node; the accelerator's usual where None.
         attention: kernel where the rows do not state it.
-        accelerator: the rule holds for accelerators that match this only.
+        gradients: bytes of a gradient element; the stack's where None.
+        logit_bytes, parallel_loss: as in Stack; the stack's where None.
     """
 
     pattern: str
@@ -41,21 +43,28 @@ class Origin:
     flops: str = "model"
     nic: float | None = None
     attention: str | None = None
-    accelerator: str = ""
+    gradients: int | None = None
+    logit_bytes: float | None = None
+    parallel_loss: bool | None = None
 
 
 ORIGINS = (
     Origin(r"Megatron-Bridge", "megatron-core-2024", "causal"),
-    Origin(r"dgxc|NeMo|MoE-ModelZoo|Transformer Engine", "megatron-core-2024"),
+    Origin(r"dgxc|NeMo", "megatron-core-2024", gradients=2),
+    Origin(r"MoE-ModelZoo|Transformer Engine", "megatron-core-2024"),
     Origin(r"PTD-P|Narayanan", "megatron-2021", "hardware"),
     Origin(r"Korthikanti|selective activation", "megatron-2021"),
     Origin(r"Megatron-LM repo 2020|gpt scaling", "megatron-2020", "hardware"),
     Origin(r"vTrain", "megatron-2021", nic=100e9),
     Origin(r"MT-NLG|Megatron-Turing", "megatron-deepspeed-2021", "hardware"),
     Origin(r"bigscience|BLOOM", "megatron-deepspeed-2021", "hardware", 50e9),
+    Origin(r"OneFlow\]", "oneflow-2021", "hardware", 12.5e9),
     Origin(r"DLPerf", "megatron-2020", "hardware", 12.5e9),
-    Origin(r"Hagemann", "pytorch-2023", nic=50e9, attention="flash2"),
-    Origin(r"llm-foundry|MosaicML", "pytorch-2023"),
+    Origin(
+        r"Hagemann", "pytorch-2023", nic=25e9, attention="flash2", gradients=2,
+        logit_bytes=14.0, parallel_loss=False,
+    ),
+    Origin(r"llm-foundry|MosaicML", "pytorch-2023", logit_bytes=4.0),
     Origin(r"InternEvo|InternLM", "pytorch-2023", "hardware", attention="flash2"),
     Origin(r"nanotron|torchtitan|TorchTitan|SimpleFSDP", "pytorch-2024"),
     Origin(r"Frontier|ORNL|LUMI", "pytorch-2023", "hardware", 100e9, "flash2"),
@@ -105,6 +114,11 @@ class Row:
     filled: tuple[str, ...] = field(default=())
 
     @property
+    def doubtful(self) -> bool:
+        """The accelerator was guessed by whoever recorded the row: predicted, never fitted."""
+        return "GPU type not" in self.raw.get("notes", "")
+
+    @property
     def series(self) -> str:
         """The source without its per-row part, for grouping."""
         return re.sub(r"\s*(trial|row|run)\s*\d+.*$", "", self.source)
@@ -124,7 +138,7 @@ def _number(raw: dict[str, str], key: str) -> float | None:
 
 def origin_of(raw: dict[str, str]) -> Origin:
     """The origin whose pattern the row's source matches, else a guess from hardware and type."""
-    text = raw.get("source", "")
+    text = f"{raw.get('source', '')} {raw.get('model', '')}"
     for origin in ORIGINS:
         if re.search(origin.pattern, text, re.IGNORECASE):
             return origin
@@ -330,7 +344,7 @@ def parse(raw: dict[str, str]) -> Row:
     states = _states(raw.get("zero_stage_or_fsdp", ""))
     if not raw.get("zero_stage_or_fsdp", "").strip():
         filled.append("zero_stage_or_fsdp")
-        if origin.stack == "megatron-core-2024":
+        if origin.stack in ("megatron-core-2024", "pytorch-2024"):
             states = StatePlacement.zero(1)
     sharded = states.fully_sharded
     layout = ParallelLayout(
@@ -364,7 +378,9 @@ def parse(raw: dict[str, str]) -> Row:
         values=fitted.values,
         attention=kernel,
         fused_norms=fused,
-        reduce_bytes=2 if "PURE" in raw.get("notes", "") else None,
+        logit_bytes=origin.logit_bytes,
+        parallel_loss=origin.parallel_loss,
+        reduce_bytes=2 if "PURE" in raw.get("notes", "") else origin.gradients,
     )
     plan = Strategy(
         layout=layout,
@@ -375,7 +391,7 @@ def parse(raw: dict[str, str]) -> Row:
         recompute=recompute,
         sequence_parallel=bool(parallel) and tp > 1,
     )
-    memory = _number(raw, "mem_gb_per_gpu")
+    memory = _memory(raw)
     kind = "moe" if shape.experts else "long" if sequence >= LONG else "dense"
     return Row(
         ident=raw.get("id", ""),
@@ -387,11 +403,28 @@ def parse(raw: dict[str, str]) -> Row:
         work=work,
         plan=plan,
         seconds=measured_seconds(raw, work, plan, devices, origin.flops),
-        memory=memory * 1e9 if memory else None,
+        memory=memory,
         kind=kind,
         known=platform.known,
         filled=tuple(filled),
     )
+
+
+def _memory(raw: dict[str, str]) -> float | None:
+    """Stated memory in bytes; monitors and frameworks print GiB and call it GB."""
+    stated = _number(raw, "mem_gb_per_gpu")
+    return stated * 2**30 if stated else None
+
+
+def shown_memory(row: Row, stage: StageMemory) -> float:
+    """What the row's way of measuring shows of a stage: allocated, reserved, or all that is used."""
+    notes = row.raw.get("notes", "")
+    reserved = row.work.stack.reserved
+    if "peak allocated" in notes:
+        return stage.total - stage.context
+    if "nvidia-smi" in notes:
+        return stage.total * reserved
+    return (stage.total - stage.context) * reserved
 
 
 def measured_seconds(
@@ -419,6 +452,11 @@ def measured_seconds(
     else:
         each = model.model_flops_per_token(work.sequence)
     return tokens * each / (rate * 1e12 * devices)
+
+
+def group_of(row: Row) -> str:
+    """The (source, model) group that a row is split by."""
+    return f"{row.series}|{row.model}"
 
 
 def load(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:

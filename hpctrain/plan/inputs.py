@@ -90,6 +90,8 @@ class Workload:
         attention: kernel of the attention core; the stack's own where None.
         fused_norms: as in Stack; the stack's own where None.
         reduce_bytes: bytes of a gradient element in reductions; the stack's own where None.
+        kept_gradient_bytes: bytes of a gradient element in memory; as in reductions where None.
+        logit_bytes, parallel_loss: as in Stack; the stack's own where None.
         stages: layers of each pipeline stage; dealt by the stack's rule where None.
     """
 
@@ -103,6 +105,9 @@ class Workload:
     attention: str | None = None
     fused_norms: bool | None = None
     reduce_bytes: int | None = None
+    kept_gradient_bytes: int | None = None
+    logit_bytes: float | None = None
+    parallel_loss: bool | None = None
     stages: tuple[int, ...] | None = None
 
     @property
@@ -116,6 +121,34 @@ class Workload:
     @property
     def gradient_bytes(self) -> int:
         return self.reduce_bytes or self.stack.gradient_bytes(self.dtype)
+
+    @property
+    def state_gradient_bytes(self) -> float:
+        """Bytes of a gradient element in memory."""
+        if self.dtype == "fp32":
+            return 4.0
+        kept = self.kept_gradient_bytes
+        if kept is None and self.dtype != "fp16":
+            kept = self.stack.kept_gradient_bytes
+        return kept or self.gradient_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a parameter that matrix products read."""
+        return 4.0 if self.dtype == "fp32" else 2.0
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes a parameter of master copy and two moments (AdamW); in fp32 no copy is kept."""
+        return 8.0 if self.dtype == "fp32" else self.stack.optimizer_bytes
+
+    @property
+    def loss_is_parallel(self) -> bool:
+        return self.stack.parallel_loss if self.parallel_loss is None else self.parallel_loss
+
+    @property
+    def kept_logit_bytes(self) -> float:
+        return self.logit_bytes or self.stack.logit_bytes
 
     def calibrated(self, values: Calibration) -> Workload:
         """The same under other numbers."""

@@ -166,6 +166,10 @@ def layer_time(
         recompute = forward
     elif plan.recompute == "selective" and kernel in ("torch", "fused"):
         recompute.attention = forward.attention
+    elif plan.recompute == "selective":
+        share = work.stack.selective_share
+        recompute.products = share * forward.products
+        recompute.elementwise = share * forward.elementwise
     return LayerTime(forward, backward, recompute)
 
 
@@ -204,13 +208,16 @@ def _experts(
         backward.ep += exposed
 
 
-def head_time(work: Workload, device: Device, plan: Strategy) -> float:
+def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> float:
     """Seconds a micro-batch of the output layer and its loss, forward and backward."""
     model, layout = work.model, plan.layout
     tokens = plan.micro_batch * work.sequence / layout.cp
     vocab = model.vocab / layout.tp
     f, b = device.linear(tokens, model.hidden, vocab)
-    return f + b + device.stream(tokens * vocab * _LOSS)
+    if work.loss_is_parallel or layout.tp == 1:
+        return f + b + device.stream(tokens * vocab * _LOSS)
+    whole = wires.gather(2.0 * tokens * model.vocab, wires.group(layout.tp))
+    return f + b + whole + device.stream(tokens * model.vocab * _LOSS)
 
 
 def embedding_time(work: Workload, device: Device, plan: Strategy) -> float:

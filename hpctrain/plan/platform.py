@@ -14,6 +14,7 @@ from types import MappingProxyType
 from hpctrain.errors import ImpossibleError
 
 GB = 1e9
+GIB = 2**30
 TERA = 1e12
 
 
@@ -96,7 +97,7 @@ def _device(
     package: tuple[int, float] = (1, 0.0),
     fp32: float | None = None,
 ) -> Platform:
-    """TFLOP/s, GB, TB/s, GB/s a device; ``nic`` GB/s a device."""
+    """TFLOP/s, GiB as drivers report it, TB/s, GB/s a device; ``nic`` GB/s a device."""
     peak = {"bf16": half * TERA, "fp16": half * TERA}
     if fp8:
         peak["fp8"] = fp8 * TERA
@@ -106,7 +107,7 @@ def _device(
         name=family,
         family=family,
         peak=MappingProxyType(peak),
-        memory_bytes=memory * GB,
+        memory_bytes=memory * GIB,
         memory_bandwidth=bandwidth * TERA,
         units=units,
         node_devices=node,
@@ -120,16 +121,16 @@ def _device(
 
 
 # Vendors' data sheets; network cards as the usual node of each has them.
-_A100 = _device("A100", 312, 80, 2.0, 108, 300, 25, fp32=156)
-_H100 = _device("H100", 989, 80, 3.35, 132, 450, 50, fp8=1979, fp32=495)
-_B200 = _device("B200", 2250, 180, 8.0, 148, 900, 50, fp8=4500, fp32=1125)
-_V100 = _device("V100", 125, 32, 0.9, 80, 150, 12.5, fp32=15.7)
+_A100 = _device("A100", 312, 79.2, 2.0, 108, 300, 25, fp32=156)
+_H100 = _device("H100", 989, 79.4, 3.35, 132, 450, 50, fp8=1979, fp32=495)
+_B200 = _device("B200", 2250, 179, 8.0, 148, 900, 50, fp8=4500, fp32=1125)
+_V100 = _device("V100", 125, 31.7, 0.9, 80, 150, 12.5, fp32=15.7)
 
 CATALOGUE: Mapping[str, Platform] = MappingProxyType(
     {
         "A100-80G": replace(_A100, name="A100-80G"),
         "A100-40G": replace(
-            _A100, name="A100-40G", memory_bytes=40 * GB, memory_bandwidth=1.555 * TERA
+            _A100, name="A100-40G", memory_bytes=39.4 * GIB, memory_bandwidth=1.555 * TERA
         ),
         "A100-PCIE": replace(
             _A100,
@@ -151,32 +152,32 @@ CATALOGUE: Mapping[str, Platform] = MappingProxyType(
         ),
         "H800": replace(_H100, name="H800", link_bandwidth=200 * GB, peer_bandwidth=200 * GB),
         "H200": replace(
-            _H100, name="H200", memory_bytes=141 * GB, memory_bandwidth=4.8 * TERA
+            _H100, name="H200", memory_bytes=140 * GIB, memory_bandwidth=4.8 * TERA
         ),
         "H20": replace(
             _H100,
             name="H20",
             peak=MappingProxyType({"bf16": 148 * TERA, "fp16": 148 * TERA, "fp8": 296 * TERA}),
-            memory_bytes=96 * GB,
+            memory_bytes=95 * GIB,
             memory_bandwidth=4.0 * TERA,
             units=78,
         ),
         "GH200": replace(
             _H100,
             name="GH200",
-            memory_bytes=96 * GB,
+            memory_bytes=95 * GIB,
             memory_bandwidth=4.0 * TERA,
             node_devices=4,
             domain_devices=4,
             nic_bandwidth=25 * GB,
         ),
         "B200": replace(_B200, name="B200"),
-        "B300": replace(_B200, name="B300", memory_bytes=270 * GB, nic_bandwidth=100 * GB),
+        "B300": replace(_B200, name="B300", memory_bytes=268 * GIB, nic_bandwidth=100 * GB),
         "GB200": replace(
             _B200,
             name="GB200",
             peak=MappingProxyType({"bf16": 2450 * TERA, "fp16": 2450 * TERA, "fp8": 4900 * TERA}),
-            memory_bytes=186 * GB,
+            memory_bytes=185 * GIB,
             node_devices=4,
             domain_devices=72,
         ),
@@ -184,15 +185,15 @@ CATALOGUE: Mapping[str, Platform] = MappingProxyType(
             _B200,
             name="GB300",
             peak=MappingProxyType({"bf16": 2450 * TERA, "fp16": 2450 * TERA, "fp8": 4900 * TERA}),
-            memory_bytes=277 * GB,
+            memory_bytes=275 * GIB,
             node_devices=4,
             domain_devices=72,
             nic_bandwidth=100 * GB,
         ),
         "V100-32G": replace(_V100, name="V100-32G"),
-        "V100-16G": replace(_V100, name="V100-16G", memory_bytes=16 * GB),
+        "V100-16G": replace(_V100, name="V100-16G", memory_bytes=15.75 * GIB),
         "MI250X": _device(
-            "MI250X", 191.5, 64, 1.638, 110, 150, 12.5, peer=50, package=(2, 200.0), fp32=47.9
+            "MI250X", 191.5, 63.9, 1.638, 110, 150, 12.5, peer=50, package=(2, 200.0), fp32=47.9
         ),
         "MI300X": _device("MI300X", 1307, 192, 5.3, 304, 448, 50, fp8=2615, peer=64, fp32=163),
         "MI300A": _device(

@@ -91,6 +91,17 @@ class Stack:
         sequence_parallel: on wherever there is tensor parallelism, unless a job says otherwise.
         scattered_gradients: sharded optimizers reduce-scatter gradients; else all-reduce them.
         fp16_gradient_bytes, bf16_gradient_bytes: bytes a gradient element has in the reduction.
+        optimizer_bytes: bytes a parameter of master weights and moments.
+        gated_tensors: tensors of the inner width that a gated network keeps (4 where the
+            activation's own output is kept beside the product).
+        keeps_gathered: sequence-parallel regions keep their gathered inputs.
+        logit_bytes: bytes a logit on the last stage at its fullest moment.
+        parallel_loss: the loss works on logits split over the tensor-parallel group.
+        kept_gradient_bytes: bytes of a gradient element in memory under bf16, where it differs.
+        reserved: memory a monitor shows against what is allocated.
+        context_bytes: driver context, communicators' buffers and workspaces.
+        selective_share: share of a block's forward pass that selective recomputation repeats
+            where the attention kernel keeps no scores.
         overlap: names of the overlaps of Calibration that it is capable of.
         dropout: jobs of that time used dropout.
     """
@@ -105,6 +116,15 @@ class Stack:
     scattered_gradients: bool = True
     fp16_gradient_bytes: int = 2
     bf16_gradient_bytes: int = 4
+    selective_share: float = 0.0
+    optimizer_bytes: float = 12.0
+    gated_tensors: int = 4
+    keeps_gathered: bool = False
+    logit_bytes: float = 10.0
+    parallel_loss: bool = True
+    kept_gradient_bytes: int | None = None
+    reserved: float = 1.10
+    context_bytes: float = 1.5 * 2**30
     overlap: tuple[str, ...] = ()
     dropout: bool = False
 
@@ -125,6 +145,13 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 dropout=True,
             ),
             Stack(
+                "oneflow-2021",
+                "OneFlow of 2021: gradient reduction beside the backward pass",
+                "fused",
+                overlap=("dp_overlap",),
+                dropout=True,
+            ),
+            Stack(
                 "megatron-2021",
                 "Megatron-LM of 2021 and 2022: interleaving, fused softmax, sequence parallelism",
                 "fused",
@@ -137,6 +164,9 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "fused",
                 split_sends=False,
                 scattered_gradients=False,
+                kept_gradient_bytes=6,  # half-precision gradients beside an fp32 accumulator
+                reserved=1.20,
+                context_bytes=4.0 * 2**30,
                 dropout=True,
             ),
             Stack(
@@ -145,6 +175,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "flash1",
                 balanced_stages=True,
                 scattered_gradients=False,
+                keeps_gathered=True,
                 overlap=("fsdp_overlap",),
             ),
             Stack(
@@ -153,6 +184,8 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "flash2",
                 balanced_stages=True,
                 sequence_parallel=True,
+                keeps_gathered=True,
+                selective_share=0.5,  # every other product, or every other block
                 overlap=("fsdp_overlap", "dp_overlap"),
             ),
             Stack(
@@ -160,6 +193,8 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "Megatron-Core and Transformer Engine: fused kernels, everything overlapped",
                 "cudnn",
                 sequence_parallel=True,
+                gated_tensors=3,
+                logit_bytes=6.0,
                 overlap=(
                     "tp_overlap",
                     "dp_overlap",

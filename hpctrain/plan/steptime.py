@@ -86,7 +86,7 @@ class StepModel:
             dense = None
             if work.model.experts and work.model.dense_layers:
                 dense = layer_time(work, self.device, self.wires, plan, dense=True)
-            head = head_time(work, self.device, plan)
+            head = head_time(work, self.device, self.wires, plan)
             found = (block, dense, head, embedding_time(work, self.device, plan))
             self._layers[key] = found
         return found
