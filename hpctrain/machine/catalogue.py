@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,7 +15,6 @@ from hpctrain.errors import UsageError
 from hpctrain.machine.machine import Machine
 
 SITES = Path(__file__).parent / "sites"
-_LIST_ALL = "`hpctrain site list` shows all"
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -26,7 +25,7 @@ class _SiteLoader(_Loader):  # type: ignore[misc]
     ``no`` is text, ``1e9`` a number, ``12:00:00`` text, ``010`` ten.
     """
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, Any] = {}
@@ -159,7 +158,9 @@ def _resolve(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
             f"{path}: base: {base!r} is neither a known machine nor a file beside it; "
             f"known: {', '.join(machine_names())}"
         )
-    return _merge(_resolve(parent, (*below, path)), document, path, "")
+    merged = _merge(_resolve(parent, (*below, path)), document, path, "")
+    assert isinstance(merged, dict)
+    return merged
 
 
 def _merge(base: Any, over: Any, path: Path, key: str) -> Any:

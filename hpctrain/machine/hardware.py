@@ -55,7 +55,7 @@ class Device(Part):
     vendor: Literal["amd", "nvidia", "intel", "cpu"]
     memory_bytes: Bytes | None = None
     memory_bandwidth: Rate | None = None
-    peak_flops: dict[str, float | None] = {}
+    peak_flops: dict[str, float | None] = Field(default_factory=dict)
     arch: str | None = None
 
 

@@ -20,6 +20,7 @@ from hpctrain.machine.site import (
     Storage,
 )
 
+
 class Machine(Part):
     """One machine, as a site file describes it or as the local host is.
 
@@ -165,8 +166,10 @@ class Machine(Part):
             groups = self.switch_groups(max(node_a, node_b) + 1)
         if groups[node_a] != groups[node_b]:
             return LinkKind.GLOBAL
-        return LinkKind.RAIL if self._rail(devices[a]) == self._rail(devices[b]) else (
-            LinkKind.SWITCH_GROUP
+        return (
+            LinkKind.RAIL
+            if self._rail(devices[a]) == self._rail(devices[b])
+            else (LinkKind.SWITCH_GROUP)
         )
 
     def _rail(self, device: int) -> int:

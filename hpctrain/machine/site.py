@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -227,7 +228,7 @@ class Limits(Part):
     @classmethod
     def _disjoint(cls, bins: tuple[WalltimeBin, ...]) -> tuple[WalltimeBin, ...]:
         ordered = sorted(bins, key=lambda one: one.min_nodes)
-        for low, high in zip(ordered, ordered[1:], strict=False):
+        for low, high in pairwise(ordered):
             if high.min_nodes <= low.max_nodes:
                 raise ValueError(
                     f"walltime bins overlap: {low.min_nodes}-{low.max_nodes} and "
@@ -238,9 +239,7 @@ class Limits(Part):
     def longest_walltime(self, nodes: int) -> int | None:
         """Seconds that a job of ``nodes`` nodes may run; None where no limit is known."""
         limits = [] if self.max_walltime is None else [self.max_walltime]
-        limits += [
-            one.max_walltime for one in self.bins if one.min_nodes <= nodes <= one.max_nodes
-        ]
+        limits += [one.max_walltime for one in self.bins if one.min_nodes <= nodes <= one.max_nodes]
         if self.max_node_minutes is not None:
             limits.append(self.max_node_minutes * 60 // nodes)
         return min(limits, default=None)
@@ -271,8 +270,8 @@ class Scheduling(Block):
     default_partition: str | None = None
     default_qos: str | None = None
     account_required: bool = False
-    partitions: dict[str, Limits] = {}
-    qos: dict[str, Limits] = {}
+    partitions: dict[str, Limits] = Field(default_factory=dict)
+    qos: dict[str, Limits] = Field(default_factory=dict)
     max_queued_jobs: Count | None = None
     max_eligible_jobs: Count | None = None
     charge: str | None = None
@@ -337,7 +336,9 @@ class Scheduling(Block):
         base = self.provenance()
         if account == "" and self.account_required:
             found.append(
-                Violation("the site wants an account (slurm.account)", str(base.source), base.confidence)
+                Violation(
+                    "the site wants an account (slurm.account)", str(base.source), base.confidence
+                )
             )
         if (
             queued_jobs is not None
@@ -383,14 +384,14 @@ class Scheduling(Block):
                     f"node{'s' if nodes > 1 else ''}{self._longer(limits, walltime)}",
                 )
             )
-        if queued is not None and limits.max_queued_jobs is not None:
-            if queued > limits.max_queued_jobs:
-                found.append(
-                    broken(
-                        "max_queued_jobs",
-                        f"{queued} jobs in the queue, {limits.max_queued_jobs} are allowed",
-                    )
+        most = limits.max_queued_jobs
+        if queued is not None and most is not None and queued > most:
+            found.append(
+                broken(
+                    "max_queued_jobs",
+                    f"{queued} jobs in the queue, {most} are allowed",
                 )
+            )
         return found
 
     @staticmethod
@@ -455,7 +456,7 @@ class Storage(Block):
         python_env: how a Python environment should reach the nodes.
     """
 
-    areas: dict[str, Area] = {}
+    areas: dict[str, Area] = Field(default_factory=dict)
     checkpoint_area: str | None = None
     stripe: tuple[StripeRule, ...] = ()
     stripe_advice: str | None = None
@@ -486,5 +487,3 @@ class Containers(Block):
 
     runtime: Literal["apptainer", "pyxis", "podman-hpc", "shifter", "container-engine", "none"]
     options: str | None = None
-
-
