@@ -39,14 +39,17 @@ from hpctrain.errors import SchedulerError, UsageError
 from hpctrain.testing.keeper import Kept
 from hpctrain.testing.slurmconf import Addresses, ClusterShape, gres_conf, slurm_conf
 
-_PROGRAMS = "munged slurmctld slurmd sbatch srun squeue scancel scontrol sinfo".split()
+_PROGRAMS = (
+    "munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo",
+)  # fmt: skip
 _MAX_ROOT = 60
 """A Unix socket's path has at most 107 characters, and Slurm appends node, job and step."""
 _START_TRIES = 3
 _UP_S = 60.0
-_FINAL = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY TIMEOUT".split()
-)
+_FINAL = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "TIMEOUT",
+)  # fmt: skip
 
 
 def _search_path() -> str:
@@ -141,9 +144,7 @@ class SlurmCluster:
         env: Mapping[str, str] | None = None,
     ) -> None:
         try:
-            self.shape = ClusterShape(
-                nodes, cpus, memory_mb, gpus, gpu_type, gpu_flags, extra_conf
-            )
+            self.shape = ClusterShape(nodes, cpus, memory_mb, gpus, gpu_type, gpu_flags, extra_conf)
         except ValueError as exc:
             raise UsageError(f"SlurmCluster: {exc}") from None
         self._temporary = root is None
@@ -202,7 +203,7 @@ class SlurmCluster:
         if reason is not None:
             raise UsageError(f"SlurmCluster: {reason}")
         if self._root is None:
-            self._root = Path(tempfile.mkdtemp(prefix="hpctrain-slurm-", dir="/tmp"))  # noqa: S108
+            self._root = Path(tempfile.mkdtemp(prefix="hpctrain-slurm-", dir="/tmp"))
         if len(str(self._root)) > _MAX_ROOT:
             raise UsageError(
                 f"SlurmCluster: root has {len(str(self._root))} characters, Unix sockets allow "
@@ -251,14 +252,18 @@ class SlurmCluster:
     def _write_files(self) -> None:
         root, shape = self.root, self.shape
         # munged trusts no directory that others can write to.
-        for name in ("", "munge", "run", "log", "dev", "tmp", "spool", "spool/controller"):
+        for name in ("", "munge", "run", "log", "dev", "local", "spool", "spool/controller"):
             (root / name).mkdir(parents=True, exist_ok=True)
             (root / name).chmod(0o755)
-        for old in (*(root / "log").iterdir(), *(root / "dev").iterdir(), *(root / "run").iterdir()):
+        for old in (
+            *(root / "log").iterdir(),
+            *(root / "dev").iterdir(),
+            *(root / "run").iterdir(),
+        ):
             old.unlink()
         for name in shape.node_names:
-            (root / "tmp" / name).mkdir(exist_ok=True)
-            (root / "tmp" / name).chmod(0o1777)
+            (root / "local" / name).mkdir(exist_ok=True)
+            (root / "local" / name).chmod(0o1777)
         for i in range(shape.gpus):
             # Slurm sets the visibility variables for character devices only.
             (root / f"dev/gpu{i}").symlink_to("/dev/null")
