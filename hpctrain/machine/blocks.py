@@ -167,7 +167,9 @@ def _walk(
             )
     if isinstance(value, Part):
         entries: Any = (
-            (name, getattr(value, name)) for name in type(value).model_fields if name not in _ABOUT
+            (field.alias or name, getattr(value, name))
+            for name, field in type(value).model_fields.items()
+            if name not in _ABOUT and name in value.model_fields_set
         )
     elif isinstance(value, dict):
         entries = value.items()

@@ -106,8 +106,9 @@ def _aliases(names: tuple[str, ...]) -> dict[str, str]:
 def load_site(path: Path) -> Machine:
     """The machine of one site file.
 
-    A file may start from another one with ``base: NAME``: mappings are merged key by key,
-    everything else replaces. A block that changes anything has to give its own source.
+    A file may start from another one with ``base: NAME``: mappings are merged key by key, a
+    mapping set to null is dropped, everything else replaces. A block that changes anything has
+    to give its own source.
 
     Raises:
         UsageError: see get_machine.
@@ -173,13 +174,16 @@ def _merge(base: Any, over: Any, path: Path, key: str) -> Any:
         )
     merged = dict(base)
     if "source" in base:
-        # Notes and doubts belong to the source that is replaced.
+        # The date and the notes belong to the source that is replaced; doubts name their own.
         merged = {k: v for k, v in base.items() if k not in ("as_of", "notes")}
     if not key:
         merged.pop("aliases", None)
     for name, value in over.items():
         inner = f"{key}.{name}" if key else str(name)
-        merged[name] = _merge(merged.get(name), value, path, inner)
+        if value is None and isinstance(merged.get(name), dict):
+            del merged[name]
+        else:
+            merged[name] = _merge(merged.get(name), value, path, inner)
     return merged
 
 

@@ -156,11 +156,14 @@ class LinkClass(Block):
     """Speed between two devices over one class of link.
 
     Attributes:
-        bandwidth: bytes/s one way that one device can send; None where unknown.
+        bandwidth: bytes/s one way between two devices alone; None where unknown.
+        aggregate: bytes/s one way that a device can send to all its peers of this class
+            together; None: not stated, then no more than ``bandwidth`` is counted on.
         latency: seconds for a small message, one way; None where unknown.
     """
 
     bandwidth: Rate | None = None
+    aggregate: Rate | None = None
     latency: Annotated[float, Field(ge=0)] | None = None
 
 

@@ -330,7 +330,7 @@ class Scheduling(Block):
                 the site wants one).
             queued_jobs: jobs that the user would have in the queue with this one.
         """
-        found = []
+        found = self._unknown_names(partition, qos)
         for where, limits in self.limits(partition, qos).items():
             found += self._against(where, limits, nodes, walltime_seconds, queued_jobs)
         base = self.provenance()
@@ -353,6 +353,22 @@ class Scheduling(Block):
                 )
             )
         return found
+
+    def _unknown_names(self, partition: str | None, qos: str | None) -> list[Violation]:
+        """Names the file does not list; never certain, since sites open partitions at will."""
+        return [
+            Violation(
+                f"{what} {name} is not among those known here ({', '.join(table)}): "
+                "its limits are not checked",
+                self.source,
+                "low",
+            )
+            for what, name, table in (
+                ("partition", partition, self.partitions),
+                ("qos", qos, self.qos),
+            )
+            if name is not None and table and name not in table
+        ]
 
     def _against(
         self, where: str, limits: Limits, nodes: int, walltime: int | None, queued: int | None
