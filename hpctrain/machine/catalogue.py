@@ -119,7 +119,7 @@ def load_site(path: Path) -> Machine:
     except ValidationError as error:
         raise UsageError("\n".join(_faults(path, error))) from None
     if machine.kind == "local":
-        from hpctrain.machine.probe import fit_to_host
+        from hpctrain.machine.compare import fit_to_host
 
         return fit_to_host(machine)
     return machine
