@@ -10,15 +10,9 @@ from pydantic import Field, model_validator
 from hpctrain.errors import ImpossibleError
 from hpctrain.machine.blocks import Fact, Part, facts
 from hpctrain.machine.hardware import Affinity, LinkClass, LinkKind, Links, Network, NodeTopology
-from hpctrain.machine.site import (
-    Containers,
-    Environment,
-    EnvVar,
-    Launch,
-    Option,
-    Scheduling,
-    Storage,
-)
+from hpctrain.machine.launch import Environment, EnvVar, Launch, Option
+from hpctrain.machine.scheduling import Scheduling
+from hpctrain.machine.storage import Containers, Storage
 
 
 class Machine(Part):
