@@ -29,6 +29,8 @@ def build_model(spec: JobSpec, device: torch.device | str = "cpu") -> nn.Module:
     if spec.model.module is not None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
+            user_function(spec.model.module, "model.module")
+            torch.manual_seed(seed)  # whatever the import drew, once a process
             model = call_user(spec.model.module, spec.model.args, "model.module")
         if not isinstance(model, nn.Module):
             raise UsageError(

@@ -1,0 +1,41 @@
+"""AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.spec.job import TrainSpec
+
+
+def build_optimizer(model: nn.Module, train: TrainSpec) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of a model, or of what a rank holds of it.
+
+    Parameters of two and more dimensions decay by ``train.weight_decay``; gains, biases and
+    other vectors do not. Each group of the optimizer is one such set, split further by the
+    DeviceMesh of DTensors, because the fused step takes no mixture of meshes and plain tensors.
+
+    The fused step does one pass over memory: on CPU 3 to 4 times as fast as the others, and
+    the same bits on every run with the same layout and number of threads.
+
+    Args:
+        model: parallelised already; sharded parameters are optimised in place.
+        train: the group's ``lr`` starts at ``train.lr``; the loop sets it each step.
+    """
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = getattr(parameter, "device_mesh", None)
+            groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "weight_decay": train.weight_decay if decays else 0.0}
+            for (decays, _), parameters in groups.items()
+        ],
+        lr=train.lr,
+        betas=train.betas,
+        eps=train.eps,
+        fused=True,
+    )
