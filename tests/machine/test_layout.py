@@ -18,6 +18,7 @@ from hpctrain.layout import (
     EXPERT_AXES,
     ParallelLayout,
     RankGrid,
+    balanced_shares,
     divisors,
     nearest_divisors,
 )
@@ -137,12 +138,65 @@ def test_divisors(n: int, wanted: int) -> None:
     assert not any(n % d == 0 for d in range(near[0] + 1, min(wanted, n + 1)))
 
 
+# ---- unequal shares ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "speeds", "shares"),
+    [
+        (8, [1, 1, 1, 1], (2, 2, 2, 2)),
+        (12, [3, 1], (9, 3)),
+        (32, [312, 312, 989, 989], (4, 4, 12, 12)),
+        (1, [1, 5], (0, 1)),
+    ],
+)
+def test_shares_by_hand(total: int, speeds: list[float], shares: tuple[int, ...]) -> None:
+    assert balanced_shares(total, speeds) == shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 9),
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.integers(0, 1),
+    st.booleans(),
+    st.data(),
+)
+def test_shares_end_as_early_as_any(
+    total: int, speeds: list[int], minimum: int, limited: bool, data: st.DataObject
+) -> None:
+    """Against trying every way to hand the units out."""
+    limits = None
+    if limited:
+        limits = [data.draw(st.one_of(st.none(), st.integers(0, 5))) for _ in speeds]
+    caps = [total if cap is None else cap for cap in limits or [None] * len(speeds)]
+    ways = [
+        way
+        for way in itertools.product(*(range(minimum, cap + 1) for cap in caps))
+        if sum(way) == total
+    ]
+    if not ways:
+        with pytest.raises(ImpossibleError):
+            balanced_shares(total, speeds, minimum=minimum, limits=limits)
+        return
+    shares = balanced_shares(total, speeds, minimum=minimum, limits=limits)
+    assert shares in ways
+    best = min(max(n / s for n, s in zip(way, speeds, strict=True)) for way in ways)
+    assert max(n / s for n, s in zip(shares, speeds, strict=True)) == best
+
+
+def test_large_shares_are_proportional() -> None:
+    shares = balanced_shares(10_000_019, [1.0, 2.0, 4.0])
+    assert sum(shares) == 10_000_019
+    assert all(abs(n - 10_000_019 * s / 7) <= 1 for n, s in zip(shares, (1, 2, 4), strict=True))
+
+
 # ---- grid: known groups --------------------------------------------------------------------
 
 
 def test_megatron_groups() -> None:
     """The groups that Megatron-LM documents for 16 GPUs, tensor 2, pipeline 4, data 2."""
-    grid = RankGrid(ParallelLayout(tp=2, pp=4, dp_replicate=2))
+    grid = RankGrid(ParallelLayout(tp=2, pp=4, dp_replicate=2), order=DENSE_AXES)
     assert grid.groups("tp").tolist() == [[2 * i, 2 * i + 1] for i in range(8)]
     assert grid.groups("pp").T.tolist() == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
     assert sorted(grid.groups("dp").tolist()) == [
@@ -155,7 +209,7 @@ def test_megatron_groups() -> None:
 
 def test_five_axes_by_hand() -> None:
     """Rank = ((((pp·2 + dpr)·2 + dps)·2 + cp)·2 + tp) of 32 ranks."""
-    grid = RankGrid(ParallelLayout(tp=2, cp=2, pp=2, dp_replicate=2, dp_shard=2))
+    grid = RankGrid(ParallelLayout(tp=2, cp=2, pp=2, dp_replicate=2, dp_shard=2), order=DENSE_AXES)
     assert [grid.coordinates(0b10110)[axis] for axis in DENSE_AXES] == [1, 0, 1, 1, 0]
     assert grid.rank(pp=1, dp_replicate=0, dp_shard=1, cp=1, tp=0) == 0b10110
     assert grid.group_of(0b10110, "dp_replicate", "dp_shard", "cp") == (
