@@ -56,6 +56,8 @@ from hpctrain.io.shards import Box, TensorShard, coverage
 from hpctrain.io.skeleton import TensorMeta, create_skeleton, planned_bytes
 from hpctrain.units import format_bytes
 
+__all__ = ["CheckpointReader", "CheckpointStore", "SaveReport"]
+
 TENSORS_FILE = "tensors.h5"
 
 
