@@ -1,7 +1,7 @@
 """Dropout whose mask depends on the sample and never on where it is computed.
 
-The mask of an element is a pure function of (seed, step, index of the sample in the global
-batch, site, position in the sequence, channel). How samples are spread over ranks and
+The mask of an element is a pure function of (seed, step, number of the sample, site,
+position in the sequence, channel). How samples are spread over ranks and
 micro-batches, which pipeline stage holds a layer, and whether an activation is recomputed
 makes no difference, so a run with dropout can be compared bit for bit between layouts.
 """
@@ -22,7 +22,8 @@ def dropout_keys(seed: int, step: int, samples: Tensor) -> Tensor:
     Args:
         seed: of the run.
         step: number of the optimizer step.
-        samples: (B,) int64, index of each sample in the global batch of this step.
+        samples: (B,) int64, a number for each sample that tells it apart in its step and does
+            not depend on the layout, such as its place in the global batch.
 
     Returns:
         (B,) int64 on the device of ``samples``.

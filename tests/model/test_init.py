@@ -75,6 +75,16 @@ def test_part_of_a_draw_equals_the_same_part_of_the_whole(
     assert torch.equal(part, whole[window])
 
 
+def test_number_of_threads_does_not_enter() -> None:
+    before = torch.get_num_threads()
+    drawn = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        drawn.append(normal(3, (701, 1003), 0.02))
+    torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
 def test_scalar_draw() -> None:
     assert normal(3, (), 1.0).shape == ()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpctrain.model.dropout import dropout_keys
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Attention, Block, Transformer, next_token_loss, rotate
 from hpctrain.spec.job import ModelSpec
@@ -288,9 +289,8 @@ def test_fresh_model_predicts_nothing() -> None:
     model = Transformer(dims)
     init_parameters(model, 0)
     tokens = some_tokens(dims, batch=8)
-    assert float(next_token_loss(model(tokens), tokens.roll(-1, 1))) == pytest.approx(
-        math.log(256), abs=0.05
-    )
+    loss = next_token_loss(model(tokens), tokens.roll(-1, 1)).detach()
+    assert float(loss) == pytest.approx(math.log(256), abs=0.05)
 
 
 @pytest.mark.parametrize("dims", [SMALL, LLAMA], ids=["gpt2", "llama"])
@@ -304,3 +304,25 @@ def test_flops_per_token_against_torch_counter(dims: TransformerDims) -> None:
     with counter, sdpa_kernel(SDPBackend.MATH):
         next_token_loss(model(tokens), tokens).backward()
     assert counter.get_total_flops() == dims.model_flops_per_token(20) * 2 * 20
+
+
+@pytest.mark.parametrize("dims", [SMALL, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("how", ["autocast", "parameters"])
+def test_bf16_is_close_to_float32(dims: TransformerDims, how: str) -> None:
+    dims = dataclasses.replace(dims, dropout=0.1)
+    tokens, keys = some_tokens(dims), dropout_keys(0, 1, torch.arange(3))
+    losses, gradients = [], []
+    for kind in (torch.float32, torch.bfloat16):
+        model = Transformer(dims)
+        init_parameters(model, 0)
+        if how == "parameters":
+            model.to(kind)
+        with torch.autocast("cpu", kind, enabled=how == "autocast" and kind is torch.bfloat16):
+            loss = next_token_loss(model(tokens, keys), tokens.roll(-1, 1))
+        loss.backward()
+        assert loss.dtype is torch.float32
+        losses.append(float(loss.detach()))
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters()]))
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
+    cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+    assert float(cosine) > 0.999
