@@ -11,9 +11,9 @@ from hpctrain.cli.options import job_argument, json_option, set_option
 
 
 def _complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    from hpctrain.cli.reference import keys
+    from hpctrain.cli.reference import all_keys
 
-    return [key.key for key in keys() if key.key.startswith(incomplete)]
+    return [key.key for key in all_keys() if key.key.startswith(incomplete)]
 
 
 @click.command(short_help="Explain a key of the job file.")
@@ -30,7 +30,7 @@ def command(key: str, job: str | None, overrides: tuple[str, ...], as_json: bool
     from hpctrain.cli import reference
 
     found = reference.find_key(key)
-    inside = [one for one in reference.keys() if one.key.startswith(f"{key}.")]
+    inside = [one for one in reference.all_keys() if one.key.startswith(f"{key}.")]
     value = _value(key, job, overrides) if job is not None else None
     if as_json:
         answer: dict[str, Any] = {"key": key, **found.to_dict()}

@@ -68,10 +68,10 @@ def template(machine: Machine, machine_name: str) -> str:
     devices = machine.devices_per_node
     ranks = min(2, devices) if local else devices
     time = min(machine.scheduling.longest_walltime(1) or _HOUR, _HOUR)
-    from hpctrain.cli.reference import keys
+    from hpctrain.cli.reference import all_keys
     from hpctrain.units import format_walltime
 
-    meaning = {key.key: key.meaning for key in keys()}
+    meaning = {key.key: key.meaning for key in all_keys()}
 
     def entry(key: str, value: str, extra: str = "") -> str:
         indent = "  " * key.count(".")

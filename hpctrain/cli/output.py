@@ -7,6 +7,7 @@ follows the terminal and NO_COLOR; what is not a terminal gets plain lines.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -42,23 +43,33 @@ def warn(text: str) -> None:
     click.echo(f"hpctrain: warning: {text}", err=True)
 
 
-def emit_json(data: Mapping[str, Any]) -> None:
-    """A command's ``--json`` answer: one object, its schema version first."""
+def emit_json(data: Mapping[str, Any], *, lines: bool = False) -> None:
+    """A command's ``--json`` answer: one object, its schema version first.
+
+    Args:
+        data: the rest of the object.
+        lines: on one line, for commands that answer more than once.
+    """
     document = {"schema_version": SCHEMA_VERSION, **_finite(dict(data))}
-    click.echo(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False))
+    indent = None if lines else 2
+    click.echo(json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False))
 
 
-def styled(word: str) -> str:
-    """A status word in its colour, where colours are shown; click strips them elsewhere."""
+def styled(word: str, width: int = 0) -> str:
+    """A status word, padded to ``width``, in its colour where colours are shown."""
     style = _STYLES.get(word)
-    return word if style is None or not colours() else click.style(word, fg=style)
+    padded = f"{word:<{width}}"
+    return padded if style is None or not colours() else click.style(padded, fg=style)
+
+
+def is_terminal() -> bool:
+    """Whether stdout is a person's terminal that can be drawn on."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def colours() -> bool:
     """Whether stdout shows colours."""
-    import os
-
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return is_terminal() and not os.environ.get("NO_COLOR")
 
 
 def pairs(rows: Iterable[tuple[str, str]], indent: str = "") -> None:

@@ -7,30 +7,50 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.records import LaunchRecord
 
 
-def start(
+@contextmanager
+def held(
     tokens: Sequence[str], *, log: Path, env: Mapping[str, str], directory: Path
-) -> subprocess.Popen[bytes]:
-    """Start a launcher in a session of its own, its output appended to ``log``.
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
+    """A launcher that begins only when it is released, so that it can be written down first.
 
-    A terminal's Ctrl-C and its closing reach only ``hpctrain submit``, which decides what
-    they mean; the run outlives it.
+    It runs in a session of its own, its output appended to ``log``: a terminal's Ctrl-C and
+    its closing reach only ``hpctrain submit``, which decides what they mean; the run outlives
+    it. Should we die before the release, nothing is started.
+
+    Yields:
+        The process, and the function that releases it.
     """
     with log.open("ab") as stream:
-        return subprocess.Popen(
-            list(tokens),
-            stdin=subprocess.DEVNULL,
+        # After the exec it is the launcher itself, with the same pid and start time.
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r _ && exec "$@" </dev/null', "hpctrain", *tokens],
+            stdin=subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=dict(env),
             cwd=directory,
             start_new_session=True,
         )
+    assert child.stdin is not None
+
+    def release() -> None:
+        assert child.stdin is not None
+        child.stdin.write(b"go\n")
+        child.stdin.close()
+
+    try:
+        yield child, release
+    finally:
+        if not child.stdin.closed:
+            child.stdin.close()  # never released: read fails and the shell ends
+            child.wait()
 
 
 def start_ticks(pid: int) -> int:

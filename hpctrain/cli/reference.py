@@ -101,7 +101,7 @@ class Key:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def keys(section: Any = JobSpec, prefix: str = "") -> Iterator[Key]:
+def all_keys(section: Any = JobSpec, prefix: str = "") -> Iterator[Key]:
     """All keys in the order of the file, a section before what it holds."""
     hints = typing.get_type_hints(section, include_extras=True)
     for name, info in section.model_fields.items():
@@ -119,7 +119,7 @@ def keys(section: Any = JobSpec, prefix: str = "") -> Iterator[Key]:
                 True,
                 f"{key}.{inner.scalar_key}" if inner.scalar_key else "",
             )
-            yield from keys(inner, f"{key}.")
+            yield from all_keys(inner, f"{key}.")
         else:
             words, unit = _type(hints[name], info)
             meaning, derived = _meaning(info.description or "")
@@ -134,7 +134,7 @@ def find_key(name: str) -> Key:
     Raises:
         UsageError: there is none; names the nearest.
     """
-    known = {key.key: key for key in keys()}
+    known = {key.key: key for key in all_keys()}
     if name in known:
         return known[name]
     # Values below a free-form mapping belong to it: env.NAME, model.args.width.
@@ -226,12 +226,12 @@ def markdown() -> str:
         "",
         _INTRODUCTION,
     ]
-    top = [key for key in keys() if "." not in key.key]
+    top = [key for key in all_keys() if "." not in key.key]
     text += ["## Top level", "", *_rows([key for key in top if not key.section])]
-    for section in (key for key in keys() if key.section):
+    for section in (key for key in all_keys() if key.section):
         model = section.key
         inner = [
-            key for key in keys()
+            key for key in all_keys()
             if key.key.rpartition(".")[0] == model and not key.section
         ]  # fmt: skip
         text += [f"## {model}", "", section.meaning, ""]
