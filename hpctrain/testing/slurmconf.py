@@ -73,7 +73,7 @@ _PARTITIONS = (
     "batch Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
     "short Nodes=ALL MaxTime=2 DefaultTime=1 PriorityTier=10 PreemptMode=OFF",
     "single Nodes=ALL MaxNodes=1 MaxTime=60 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
-    "low Nodes=ALL MaxTime=60 DefaultTime=10 PriorityTier=1 PreemptMode=REQUEUE GraceTime=5",
+    "low Nodes=ALL MaxTime=60 DefaultTime=10 PriorityTier=1 PreemptMode=REQUEUE",
     "urgent Nodes=ALL MaxTime=60 DefaultTime=10 PriorityTier=100 PreemptMode=OFF",
 )
 
