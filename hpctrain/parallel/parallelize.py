@@ -9,9 +9,11 @@ set of tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from hpctrain.parallel.data import replicate, shard
 
@@ -42,3 +44,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def sum_over(context: RankContext) -> Callable[[Tensor, tuple[str, ...]], Tensor]:
+    """Sums a scalar over the ranks of some axes: what a global norm needs."""
+
+    def reduce(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        for axis in axes:
+            if context.size(axis) > 1:
+                dist.all_reduce(value, group=context.mesh[axis].get_group())
+        return value
+
+    return reduce

@@ -17,7 +17,7 @@ import torch
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.io.order import SampleOrder
 from hpctrain.io.tokens import TokenFile
-from hpctrain.model.build import user_function
+from hpctrain.model.build import call_user
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -105,7 +105,7 @@ def open_source(spec: JobSpec) -> Source:
     """
     data = spec.data
     if data.module is not None:
-        return UserSource(user_function(data.module, "data.module")(**data.args), data.module)
+        return UserSource(call_user(data.module, data.args, "data.module"), data.module)
     assert data.path is not None
     assert data.sequence_length is not None
     vocabulary = spec.model.vocab_size if spec.model.module is None else None
@@ -153,7 +153,8 @@ class Batches:
         self.position += self.global_batch
         self._ahead = self._reader.submit(self._read, self.position)
         for micro in micro_batches:
-            yield MicroBatch(_to(micro.batch, self.device), micro.keys)
+            keys = micro.keys.to(self.device)
+            yield MicroBatch(_to(micro.batch, self.device), keys)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CheckpointError, RankFailedError
-from hpctrain.optim import learning_rate
+from hpctrain.optim.schedule import learning_rate
 from hpctrain.records import StepRecord
 from hpctrain.runtime.stopping import REASONS, StopWatch
 from hpctrain.train.agreement import agree
@@ -65,7 +65,7 @@ class Trainer:
         began = time.perf_counter()
         micro_batches = list(batches.next_step())
         data_seconds = time.perf_counter() - began
-        loss = self.stepper.forward_backward(micro_batches, len(micro_batches))
+        loss = self.stepper.forward_backward(state.step + 1, micro_batches)
         norm = self.stepper.update(state.step + 1)
         mean_loss, grad_norm = float(loss), float(norm)  # waits for the device
         seconds = time.perf_counter() - began

@@ -68,7 +68,7 @@ def _train(
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
     from hpctrain.model.build import build_model
-    from hpctrain.optim import build_optimizer
+    from hpctrain.optim.adamw import build_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.train.checkpointing import Checkpointer
     from hpctrain.train.data import Batches, open_source
@@ -109,7 +109,7 @@ def _train(
         spec=spec,
         context=context,
         state=state,
-        stepper=Stepper(model, optimizer, spec, context.device),
+        stepper=Stepper(model, optimizer, spec, context),
         batches=batches,
         checkpointer=checkpointer,
         recorder=recorder,

@@ -73,7 +73,7 @@ class TrainState:
                 box.global_shape,
                 box.offsets,
                 _to_numpy(box.local),
-                str(box.local.dtype).removeprefix("torch."),
+                _dtype_name(box.local),
             )
             for box in self._boxes(rank, world_size)
             if box.mine
@@ -141,7 +141,9 @@ class TrainState:
             state = self.optimizer.state[parameter]
             for key, numbers in saved.items():
                 if name in numbers:
-                    state[key] = torch.tensor(numbers[name], dtype=torch.float32)
+                    state[key] = torch.tensor(
+                        numbers[name], dtype=torch.float32, device=parameter.device
+                    )
                 elif not numbers:
                     state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -175,34 +177,20 @@ def _box(name: str, tensor: torch.Tensor, turn: bool) -> Box:
 
 
 def _compare(boxes: Sequence[Box], reader: CheckpointReader) -> None:
-    saved = reader.tensors()
-    wanted = {box.name: box for box in boxes}
-    missing = [name for name in wanted if name not in saved]
-    extra = [name for name in saved if name not in wanted]
-    if missing or extra:
-        parts = []
-        if missing:
-            parts.append(f"lacks {_some(missing)}")
-        if extra:
-            parts.append(f"holds {_some(extra)}, which the model has not")
+    """The checkpoint must hold the model's tensors, all of them and no others."""
+    reader.check({box.name: (box.global_shape, _dtype_name(box.local)) for box in boxes})
+    extra = sorted(reader.tensors().keys() - {box.name for box in boxes})
+    if extra:
+        rest = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         raise CheckpointError(
-            f"checkpoint {reader.path} does not fit the model: it {' and '.join(parts)}",
+            f"{reader.path} does not fit the model: it holds {', '.join(extra[:3])}{rest}, which "
+            "the model has not",
             hint="resume with the model section the checkpoint was made with",
         )
-    for name, box in wanted.items():
-        shape, dtype = saved[name]
-        own = str(box.local.dtype).removeprefix("torch.")
-        if tuple(shape) != box.global_shape or dtype != own:
-            raise CheckpointError(
-                f"checkpoint {reader.path} does not fit the model: {name} is "
-                f"{dtype}{list(shape)} there and {own}{list(box.global_shape)} here",
-                hint="resume with the model section the checkpoint was made with",
-            )
 
 
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _to_numpy(tensor: torch.Tensor) -> NDArray[np.generic]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,31 +11,45 @@ import torch
 from torch import nn
 
 from hpctrain.model.build import user_function
-from hpctrain.model.loss import next_token_loss
-from hpctrain.model.rng import dropout_keys
-from hpctrain.optim import clip_by_global_norm, learning_rate
+from hpctrain.model.dropout import dropout_keys
+from hpctrain.model.transformer import next_token_loss
+from hpctrain.optim.clip import clip_by_global_norm, global_norm
+from hpctrain.optim.schedule import learning_rate
 from hpctrain.parallel.data import accumulating
+from hpctrain.parallel.parallelize import sum_over
 
 if TYPE_CHECKING:
+    from hpctrain.runtime.context import RankContext
     from hpctrain.spec.job import JobSpec
     from hpctrain.train.data import MicroBatch
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
+Loss = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
+"""(model, batch, dropout keys of its samples) -> mean loss of the micro-batch."""
 
 
-def token_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def token_loss(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor
+) -> torch.Tensor:
     """Cross entropy of the next token, mean over the micro-batch, nats."""
     tokens, targets = batch
-    return next_token_loss(model(tokens), targets)
+    return next_token_loss(model(tokens, keys), targets)
 
 
 def loss_of(spec: JobSpec) -> Loss:
     """The job's loss: the user's, or next-token cross entropy."""
     entry, args = spec.train.loss.module, spec.train.loss.args
     if entry is None:
-        return token_loss
+        return token_loss if spec.model.module is None else _user_model_loss
     function = user_function(entry, "train.loss.module")
-    return lambda model, batch: function(model, batch, **args)
+    return lambda model, batch, _keys: function(model, batch, **args)
+
+
+def _user_model_loss(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], _keys: torch.Tensor
+) -> torch.Tensor:
+    """A user's model with our loss takes tokens and gives logits."""
+    tokens, targets = batch
+    return next_token_loss(model(tokens), targets)
 
 
 class Stepper:
@@ -45,7 +59,7 @@ class Stepper:
         model: as parallelised.
         optimizer: over its parameters.
         spec: resolved job.
-        device: of the rank.
+        context: of this rank.
     """
 
     def __init__(
@@ -53,32 +67,47 @@ class Stepper:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         spec: JobSpec,
-        device: torch.device,
+        context: RankContext,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.train = spec.train
         self.loss = loss_of(spec)
-        self.device = device
+        self.device = context.device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sum = sum_over(context)
         sharded = spec.parallel.sharding != "none"
         # FSDP2 casts by its own policy; autocast would cast what it already gathered.
         self._autocast = spec.train.precision == "bf16" and not sharded
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch], count: int) -> torch.Tensor:
-        """Accumulate the gradients of ``count`` micro-batches; returns their mean loss."""
+    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Accumulate the gradients of a step's micro-batches; returns their mean loss.
+
+        Args:
+            step: number of the step, 1 for the first.
+            micro_batches: of this rank.
+        """
+        count = len(micro_batches)
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
+            keys = dropout_keys(self.train.seed, step, micro.keys)
             with accumulating(self.model, last=index == count - 1):
-                with self._compute(), dropout_keys(self.model, micro.keys):
-                    loss = self.loss(self.model, micro.batch)
-                (loss / count).backward()
+                with self._compute():
+                    loss = self.loss(self.model, micro.batch, keys)
+                (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / count
         return total
 
     def update(self, step: int) -> torch.Tensor:
-        """Clip, set the learning rate of ``step`` (1-based), update, forget the gradients."""
-        norm = clip_by_global_norm(self.parameters, self.train.clip)
+        """Clip, update with the learning rate of ``step``, forget the gradients.
+
+        Returns:
+            Global L2 norm of the gradients before clipping, a scalar on the device.
+        """
+        if self.train.clip is None:
+            norm = global_norm(self.parameters, reduce=self._sum)
+        else:
+            norm = clip_by_global_norm(self.parameters, self.train.clip, reduce=self._sum)
         rate = learning_rate(step, self.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
