@@ -28,7 +28,7 @@ class Display(Protocol):
 def attend(
     run: RunDir,
     *,
-    over: Callable[[], bool],
+    over: Callable[[RunView], bool],
     interrupt: Callable[[int], bool],
     every: float,
 ) -> RunView:
@@ -36,21 +36,22 @@ def attend(
 
     Args:
         run: to be shown.
-        over: whether its launcher or job has ended.
+        over: whether its launcher or job has ended; given the newest view.
         interrupt: called for the first, second … Ctrl-C or SIGTERM; False lets the run go.
         every: seconds between two looks.
     """
-    handled, looked = 0, -1e9
+    handled, view, looked = 0, look(run), time.monotonic()
     with _presses() as presses, _display() as display:
-        while not over():
+        display.show(view)
+        while not over(view):
             while handled < len(presses):
                 handled += 1
                 if not interrupt(handled):
-                    return look(run)
-            if time.monotonic() - looked >= every:
-                display.show(look(run))
-                looked = time.monotonic()
+                    return view
             time.sleep(_SLICE_SECONDS)
+            if time.monotonic() - looked >= every:
+                view, looked = look(run), time.monotonic()
+                display.show(view)
         view = look(run)
         display.show(view)
     return view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.cli.view import RunView
+
+_KILL_SECONDS = 60.0
 
 
 @click.command(short_help="Stop a run.")
@@ -42,56 +45,59 @@ def command(name: str, runs: Path, now: bool) -> int:
 
 
 def _local(view: RunView, now: bool) -> int:
-    from hpctrain.cli import process
+    from hpctrain.cli.launch import conclude
+    from hpctrain.launchers.local_run import LocalProcess, local_alive
 
     run, launch = view.run, view.launch
     assert launch is not None
     if not now:
         _ask(view)
         return 0
-    if process.alive(launch) is None:
+    if local_alive(launch) is None:
         raise UsageError(
             f"run {run.id} is on {launch.host}, its processes cannot be ended from here",
             hint=f"run the same command on {launch.host}, or leave out --now",
         )
-    if not process.end(launch):
-        raise UsageError(
-            f"run {run.id}: process {launch.pid} does not end",
-            hint="it may be waiting for a file system; try again",
-        )
-    _cancelled(view, "hpctrain cancel --now")
-    output.line(f"run {run.id} is cancelled; last checkpoint: {_durable(view)}")
+    LocalProcess.attach(run, launch).kill()
+    view = conclude(view, "cancelled", "hpctrain cancel --now")
+    output.line(f"run {run.id} is {view.status}; last checkpoint: {_durable(view)}")
     return 0
 
 
 def _ask(view: RunView) -> None:
+    from hpctrain.cli.text import run_word
+
     view.run.stop_file.touch()
     output.line(f"asked run {view.run.id} to checkpoint and stop after its present step")
-    output.line(f"  hpctrain status {view.run.id} --watch")
-    output.line(f"  hpctrain cancel {view.run.id} --now    # does not wait for a checkpoint")
+    run = run_word(view.run)
+    output.line(f"  hpctrain status {run} --watch")
+    output.line(f"  hpctrain cancel {run} --now    # does not wait for a checkpoint")
 
 
 def _slurm(view: RunView, now: bool) -> int:
-    raise NotImplementedError
+    from hpctrain.cli.launch import conclude
+    from hpctrain.cli.view import look
+    from hpctrain.slurm.client import SlurmClient
 
-
-def _cancelled(view: RunView, reason: str) -> None:
-    """Write the end that the ranks could not write themselves."""
-    from hpctrain.records import StateRecord
-
-    state = view.state
-    view.run.write_state(
-        StateRecord(
-            status="cancelled",
-            step=view.step,
-            total_steps=view.total_steps,
-            time=time.time(),
-            world_size=0 if state is None else state.world_size,
-            reason=reason,
-            durable_step=view.durable_step,
-            resumed_from=-1 if state is None else state.resumed_from,
-        )
-    )
+    run, launch = view.run, view.launch
+    assert launch is not None
+    waiting = view.slurm is not None and view.slurm.waiting
+    if not now and not waiting:
+        _ask(view)
+        return 0
+    client = SlurmClient(os.environ)
+    client.cancel(launch.job_id)
+    # Slurm ends the ranks with SIGTERM first: they may checkpoint and stop by themselves.
+    deadline = time.monotonic() + _KILL_SECONDS
+    while not (view := look(run)).is_final and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not view.is_final:
+        output.note(f"job {launch.job_id} is cancelled; Slurm has not ended it yet")
+        return 0
+    if view.state is None or view.state.status != view.status:
+        view = conclude(view, "cancelled", "hpctrain cancel" + (" --now" if now else ""))
+    output.line(f"run {run.id} is {view.status}; last checkpoint: {_durable(view)}")
+    return 0
 
 
 def _durable(view: RunView) -> str:

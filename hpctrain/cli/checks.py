@@ -161,7 +161,26 @@ def _mpiexec(mpi: Mpi) -> Iterator[Finding]:
 
 
 def _slurm(mpi: Mpi) -> Iterator[Finding]:
-    return iter(())
+    from hpctrain.errors import SchedulerError
+    from hpctrain.slurm.client import SlurmClient
+
+    client = SlurmClient(os.environ)
+    why = client.why_unavailable()
+    if why is not None:
+        yield Finding("Slurm", "ok", f"none answers ({why}): runs are started on this machine")
+        return
+    version = _first(_run(["srun", "--version"])[1])
+    try:
+        partitions, cluster = client.partitions(), client.cluster()
+    except SchedulerError as error:
+        yield Finding("Slurm", "warning", f"{version}: {error.message}", error.hint or "")
+        return
+    names = ", ".join(one.name + ("*" if one.default else "") for one in partitions)
+    yield Finding("Slurm", "ok", f"{version}, cluster {cluster}, partitions {names}")
+    for warning in client.overriding():
+        yield Finding("Slurm", "warning", warning, "unset it before you submit")
+    listed = _run(["srun", "--mpi=list"])[1].replace("MPI plugin types are...", "")
+    yield pmi_finding(mpi, [word for word in listed.split() if word != "none"])
 
 
 def pmi_finding(mpi: Mpi, types: list[str]) -> Finding:

@@ -18,7 +18,6 @@ from hpctrain.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpctrain.cli.prepare import Prepared
-    from hpctrain.cli.view import RunView
     from hpctrain.spec import JobSpec
 
 _BREAKS = (
@@ -97,7 +96,7 @@ def command(
         )
     before = None if view.launch is None else view.launch.launcher
     where = launch.choose(before if launcher == "auto" and before else launcher, prepared)
-    launch.check_data(prepared, where)
+    launch.check_start(prepared, where)
     for key, (old, new) in changed.items():
         output.note(f"changed: {key} was {old}, is {new}")
     if overrides or changed:

@@ -21,7 +21,10 @@ from hpctrain.cli.options import job_argument, runs_option, set_option
     help="Where to run; auto is Slurm where sbatch answers, else this machine.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Print the batch script that Slurm would get; touch nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Print the batch script that Slurm would get; touch nothing. With --launcher slurm "
+    "the limits of that Slurm are checked too.",
 )
 @click.option(
     "--wait/--no-wait",
@@ -49,10 +52,10 @@ def command(
 
     prepared = load(job, overrides)
     if dry_run:
-        launch.print_script(prepared, runs)
+        launch.print_script(prepared, runs, ask_slurm=launcher == "slurm")
         return 0
     chosen = launch.choose(launcher, prepared)
-    launch.check_data(prepared, chosen)
+    launch.check_start(prepared, chosen)
     run = launch.create(prepared, runs, sys.argv)
     stay = chosen == "local" if wait is None else wait
     return launch.start(run, prepared, launch.Plan(chosen, stay))

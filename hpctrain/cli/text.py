@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from pathlib import Path
 
 from hpctrain.cli.view import RunView
+from hpctrain.rundir import DEFAULT_ROOT, RunDir
 from hpctrain.units import format_count, format_duration
 
 
@@ -73,9 +76,15 @@ def _launcher(view: RunView) -> str:
     return f"local, {ranks} on {launch.host}{attempt}"
 
 
+def run_word(run: RunDir) -> str:
+    """What to type for a run from here: its id, or its path where it lies elsewhere."""
+    here = run.root.parent == Path(DEFAULT_ROOT).absolute()
+    return run.id if here else shlex.quote(str(run.root))
+
+
 def next_commands(view: RunView) -> list[str]:
     """The three commands that make sense now."""
-    run = view.run.id
+    run = run_word(view.run)
     match view.status:
         case "finished":
             return [

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.cli import process
 from hpctrain.cli.metrics import Pace, recent
-from hpctrain.errors import Exit
+from hpctrain.errors import Exit, SchedulerError
 from hpctrain.records import FailureRecord, LaunchRecord, StateRecord, read_json
 from hpctrain.rundir import RunDir
 
 FINAL = frozenset({"finished", "stopped", "failed", "cancelled"})
 """Status words after which nothing of a run is left running."""
+_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
 _ACTIVE = frozenset({"starting", "running", "stopping"})
 
 
@@ -123,8 +124,11 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
     # First whether it lives, then what it wrote: an end between the two is then a final
     # state of a dead run, and not a lost one.
     living = _living(launch)
-    word = _ask_slurm(launch) if ask_slurm else None
     state = run.read_state()
+    word = None
+    if ask_slurm and (state is None or state.status not in FINAL):
+        word = _ask_slurm(launch)
+        state = run.read_state()
     attempt = len(launches) - 1
     failures = tuple(run.read_failures(attempt)) if launches else ()
     status, reason = _status(state, launch, living, word, failures)
@@ -203,11 +207,40 @@ def failure_words(failures: tuple[FailureRecord, ...]) -> str:
 def _living(launch: LaunchRecord | None) -> bool | None:
     if launch is None or launch.launcher != "local":
         return None
-    return process.alive(launch)
+    from hpctrain.launchers.local_run import local_alive
+
+    return local_alive(launch)
 
 
 def _ask_slurm(launch: LaunchRecord | None) -> SlurmWord | None:
-    return None
+    """What Slurm says; None where there is nothing to ask or it does not answer."""
+    if launch is None or launch.launcher != "slurm":
+        return None
+    from hpctrain.slurm.client import SlurmClient
+    from hpctrain.slurm.reasons import why_failed, why_pending
+
+    client = SlurmClient(os.environ)
+    try:
+        info = client.state(launch.job_id)
+        if info is None:
+            # Another cluster's Slurm knows nothing about this job.
+            if launch.cluster and client.cluster() != launch.cluster:
+                return None
+            lost = (
+                f"lost: Slurm no longer knows job {launch.job_id}, and its ranks wrote no end; "
+                "hpctrain logs shows what they printed"
+            )
+            return SlurmWord("UNKNOWN", over=True, waiting=False, reason=lost)
+    except SchedulerError:
+        return None
+    waiting = info.state in _WAITING
+    return SlurmWord(
+        info.state,
+        over=info.final,
+        waiting=waiting,
+        reason=why_pending(info.reason) if waiting else why_failed(info) if info.final else "",
+        nodes=info.nodes,
+    )
 
 
 def _planned_steps(run: RunDir) -> int:
