@@ -12,6 +12,7 @@ Cost of one kind of traffic (all groups of an axis communicate at the same time)
   and outside work at the same time, so the slower one is the cost.
 - all-to-all sends ``S/n`` to each member, through the sender's own card where it leaves the node.
 - a chain (pipeline) sends ``S`` from each member to the next, and as much back.
+- measured rates between nodes slow a group down to the slowest hop of its ring over its nodes.
 - where cards of different numbers meet only inside nodes (rail-only networks), what changes rail
   passes a link inside the node as well.
 
@@ -32,7 +33,7 @@ from hpctrain.machine import LinkKind, Machine
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float64]
@@ -107,7 +108,13 @@ class Fabric:
     Build it with ``of`` (one kind of node) or ``mixed``.
     """
 
-    def __init__(self, parts: Sequence[_Part], groups: Sequence[int], between: float | None):
+    def __init__(
+        self,
+        parts: Sequence[_Part],
+        groups: Sequence[int],
+        between: float | None,
+        node_rates: ArrayLike | None = None,
+    ) -> None:
         import numpy as np
 
         self.parts = tuple(parts)
@@ -154,6 +161,15 @@ class Fabric:
         # Bytes/s of each card over each kind of link (index into KINDS).
         self.card_rates: Floats = np.array(card_rates, dtype=float)
         self.group_of_node: Ints = np.array(self.groups)
+        # Bytes/s of a card between two nodes where they were measured; unknown is no limit.
+        self.node_rates: Floats | None = None
+        if node_rates is not None:
+            measured = np.array(node_rates, dtype=float)
+            if measured.shape != (nodes, nodes):
+                raise ValueError(f"node_rates of shape {measured.shape} for {nodes} nodes")
+            measured = np.where(np.isnan(measured), np.inf, measured)
+            np.fill_diagonal(measured, np.inf)
+            self.node_rates = measured
         if len(self.groups) != nodes:
             raise ValueError(f"{len(self.groups)} switch groups for {nodes} nodes")
 
@@ -166,6 +182,7 @@ class Fabric:
         *,
         groups: Sequence[int] | None = None,
         speeds: Mapping[LinkKind, float] | None = None,
+        node_rates: ArrayLike | None = None,
     ) -> Fabric:
         """Nodes of one machine.
 
@@ -176,9 +193,13 @@ class Fabric:
             groups: switch group of each node (see ``switch_groups_of``); None: by the size of
                 a group, as if the nodes were consecutive.
             speeds: bytes/s by kind that replace the description's, for example measured ones.
+            node_rates: measured bytes/s of one card from node i to node j, shape (nodes,
+                nodes); NaN where not measured. They can only slow a link down.
         """
         part = _Part.of(machine, nodes, ranks_per_node, speeds or {})
-        return cls([part], machine.switch_groups(nodes) if groups is None else groups, None)
+        if groups is None:
+            groups = machine.switch_groups(nodes)
+        return cls([part], groups, None, node_rates)
 
     @classmethod
     def mixed(
@@ -367,6 +388,7 @@ class _Spans:
         self.card_span, self.card = np.divmod(pairs, fabric.cards)
         self.cards = np.bincount(self.card_span, minlength=len(starts))
         self.kind = self._kinds(fabric, rows.shape[0], flat, node)
+        self.rate = self._measured(fabric, groups)
 
     def _kinds(self, fabric: Fabric, groups: int, flat: Ints, node: Ints) -> Ints:
         import numpy as np
@@ -392,6 +414,26 @@ class _Spans:
         kind[self.leaves & far] = KINDS.index(LinkKind.GLOBAL)
         return kind
 
+    def _measured(self, fabric: Fabric, groups: int) -> Floats:
+        """Slowest measured rate of a card on each group's ring over its nodes; inf if none."""
+        import numpy as np
+
+        rate = np.full(groups, np.inf)
+        if fabric.node_rates is None:
+            return rate
+        following = np.arange(len(self.group)) + 1
+        last = np.append(self.group[1:] != self.group[:-1], True)
+        first_of = np.searchsorted(self.group, np.arange(groups))
+        following[last] = first_of
+        np.minimum.at(rate, self.group, fabric.node_rates[self.node, self.node[following]])
+        return rate
+
+    def card_rates(self, fabric: Fabric, card: Ints, group: Ints) -> Floats:
+        """Bytes/s of cards that serve the given groups."""
+        import numpy as np
+
+        return np.minimum(fabric.card_rates[card, self.kind[group]], self.rate[group])
+
 
 def _busiest(loads: Floats) -> float:
     """The largest load; NaN if any is, since then the largest is not known."""
@@ -411,8 +453,7 @@ def _ring(fabric: Fabric, spans: _Spans, volume: float) -> tuple[float, float]:
 
     crosses = spans.leaves[spans.group[spans.card_span]]
     card, span = spans.card[crosses], spans.card_span[crosses]
-    kind = spans.kind[spans.group[span]]
-    load = volume / spans.cards[span] / fabric.card_rates[card, kind]
+    load = volume / spans.cards[span] / spans.card_rates(fabric, card, spans.group[span])
     network = _busiest_card(card, load)
     passes = np.where(spans.count > 1, 1.0, 0.0)
     if fabric.rail_only:
@@ -445,7 +486,7 @@ def _all_to_all(fabric: Fabric, spans: _Spans, size: float) -> tuple[float, floa
     network = 0.0
     if sends.any():
         card = fabric.card_of[spans.ranks.reshape(-1)][sends]
-        load = outside[sends] / fabric.card_rates[card, spans.kind[group[sends]]]
+        load = outside[sends] / spans.card_rates(fabric, card, group[sends])
         network = _busiest_card(card, load)
     amount = size * (spans.count - 1) / n
     if fabric.rail_only:
@@ -466,6 +507,10 @@ def _chain(fabric: Fabric, rows: Ints, size: float) -> tuple[float, float]:
     if crosses.any():
         card = np.concatenate([fabric.card_of[a[crosses]], fabric.card_of[b[crosses]]])
         rate = fabric.card_rates[card, np.tile(kind[crosses], 2)]
+        if fabric.node_rates is not None:
+            pair = fabric.node_rates[fabric.node_of[a[crosses]], fabric.node_of[b[crosses]]]
+            back = fabric.node_rates[fabric.node_of[b[crosses]], fabric.node_of[a[crosses]]]
+            rate = np.minimum(rate, np.concatenate([pair, back]))
         network = _busiest_card(card, size / rate)
     near = ~crosses & (kind > KINDS.index(LinkKind.DEVICE))
     hop = crosses & fabric.rail_only & (kind > _RAIL)

@@ -117,8 +117,8 @@ def place(
         layout: degrees; must fill the fabric.
         fabric: the nodes.
         traffic: what a step moves; without it the default is returned.
-        swaps: most pairs of ranks to try to swap after the best order is found; 0 keeps to
-            orders.
+        swaps: most pairs of nodes, and as many of ranks, to try to swap after the best order
+            is found; 0 keeps to orders.
         orders: axis orders to try; None: all that differ.
         seed: of the order in which pairs are tried, where there are more than ``swaps``.
 
@@ -246,26 +246,53 @@ def distinct_orders(layout: ParallelLayout) -> list[tuple[str, ...]]:
 def _swap(
     judge: _Judge, order: tuple[str, ...], places: Ints, best: float, budget: int, seed: int
 ) -> tuple[Ints, float]:
-    """Swap pairs of ranks as long as one makes the placement cheaper and the budget lasts."""
-    size = len(places)
-    pairs = list(itertools.combinations(range(size), 2)) if size <= 256 else None
+    """Swap whole nodes, then single ranks, as long as one makes the placement cheaper."""
+    import numpy as np
+
+    fabric = judge.fabric
+    first = np.searchsorted(fabric.node_of, np.arange(fabric.nodes + 1))
+
+    def swap_nodes(places: Ints, a: int, b: int) -> Ints | None:
+        if first[a + 1] - first[a] != first[b + 1] - first[b]:
+            return None
+        moved = places.copy()
+        node = fabric.node_of[places]
+        moved[node == a] += first[b] - first[a]
+        moved[node == b] += first[a] - first[b]
+        return moved
+
+    def swap_ranks(places: Ints, i: int, j: int) -> Ints | None:
+        if fabric.alike(int(places[i]), int(places[j])):
+            return None
+        moved = places.copy()
+        moved[i], moved[j] = places[j], places[i]
+        return moved
+
     draw = random.Random(seed)  # noqa: S311 (a search order, not a secret)
-    if pairs is not None:
-        draw.shuffle(pairs)
-    spent, since_gain, at = 0, 0, 0
-    while spent < budget and (pairs is None or since_gain < len(pairs)):
-        if pairs is None:
-            i, j = draw.sample(range(size), 2)
-        else:
-            i, j = pairs[at % len(pairs)]
-            at += 1
-        spent += 1
-        since_gain += 1
-        if judge.fabric.alike(int(places[i]), int(places[j])):
-            continue
-        tried = places.copy()
-        tried[i], tried[j] = places[j], places[i]
-        seconds = judge.seconds(order, tried)
-        if seconds < best * (1 - _GAIN):
-            places, best, since_gain = tried, seconds, 0
+    for count, move in ((fabric.nodes, swap_nodes), (len(places), swap_ranks)):
+        since_gain = 0
+        pairs = _pairs(count, draw)
+        for _ in range(budget):
+            if count < 2 or since_gain >= count * (count - 1) // 2:
+                break
+            since_gain += 1
+            tried = move(places, *next(pairs))
+            if tried is None:
+                continue
+            seconds = judge.seconds(order, tried)
+            if seconds < best * (1 - _GAIN):
+                places, best, since_gain = tried, seconds, 0
     return places, best
+
+
+def _pairs(count: int, draw: random.Random) -> Iterator[tuple[int, int]]:
+    """Pairs of numbers below ``count`` without end: rounds of all of them where they are few."""
+    few = 256
+    while True:
+        if count <= few:
+            pairs = list(itertools.combinations(range(count), 2))
+            draw.shuffle(pairs)
+            yield from pairs
+        else:
+            first, second = draw.sample(range(count), 2)
+            yield first, second
