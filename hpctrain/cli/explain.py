@@ -71,8 +71,10 @@ def _value(key: str, path: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 
         output.warn(f"the job is impossible as it stands: {error.message}")
         job = read_job(path, overrides)
-    value: Any = job.spec.model_dump(mode="python")
+    value: Any = job.spec
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
     source = job.source(key)
     return {"value": value, "source": source.kind, "where": source.where}

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+
 from hpctrain import cli
 from hpctrain.errors import CheckpointError, Exit, Problem, SchedulerError, SpecError
 
