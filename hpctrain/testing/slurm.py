@@ -305,8 +305,8 @@ class SlurmCluster(SlurmCommands):
         Args:
             i: number of the node.
             tell: set the node DOWN at once, as health checks of a site do; its jobs are
-                requeued in seconds. Otherwise the controller finds out by itself, about half a
-                minute later.
+                requeued in seconds. Otherwise the controller finds out by itself, about 15 s
+                later.
         """
         self._nodes.pop(i).kill()
         if self.hosts is not None:
