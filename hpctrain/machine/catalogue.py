@@ -87,7 +87,7 @@ def get_machine(name_or_path: str | Path) -> Machine:
     near = difflib.get_close_matches(lowered, [*names, *aliases], n=1, cutoff=0.6)
     raise UsageError(
         f"machine {text!r} is not known"
-        + (f"; did you mean {near[0]}?" if near else "")
+        + (f"; did you mean {near[0]}?" if near else ".")
         + f" Known: {', '.join(names)}",
         hint="or give the path of a site file of your own",
     )
