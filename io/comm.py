@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from hpctrain.errors import CheckpointError, HpctrainError
 
@@ -55,17 +57,17 @@ def on_root(comm: Communicator, work: Callable[[], T]) -> T:
             result = work()
         except Exception as caught:
             error = caught
-    failed, result = comm.bcast((describe(error), result))
+    failed, result = comm.bcast((_fault(error), result))
     if failed is not None:
         _raise(failed, error)
     return result  # type: ignore[no-any-return]
 
 
-def on_all(comm: Communicator, work: Callable[[], T]) -> list[T]:
-    """Each rank's ``work()``, given to every rank; where one raises, every rank raises.
+def on_all(comm: Communicator, work: Callable[[], T]) -> list[T] | None:
+    """Each rank's ``work()``, given to rank 0; where one raises, every rank raises.
 
     Raises:
-        CheckpointError: on every rank, naming the ranks that failed; a programming error
+        CheckpointError: on every rank, naming the first rank that failed; a programming error
             keeps its own type on the rank that made it.
     """
     result: Any = None
@@ -74,29 +76,41 @@ def on_all(comm: Communicator, work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as caught:
         error = caught
-    answers = comm.allgather((describe(error), result))
-    failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        where = f"rank {rank}: " if comm.size > 1 else ""
-        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        _raise(f"{where}{text}{more}", error)
-    return [result for _, result in answers]
+    answers = comm.gather((_fault(error), result))
+    failed: _Fault | None = None
+    if answers is not None:
+        faults = [(rank, fault) for rank, (fault, _) in enumerate(answers) if fault is not None]
+        if faults:
+            rank, fault = faults[0]
+            where = f"rank {rank}: " if comm.size > 1 else ""
+            more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
+            failed = _Fault(f"{where}{fault.message}{more}", fault.hint)
+    failed = comm.bcast(failed)
+    if failed is not None:
+        _raise(failed, error)
+    return None if answers is None else [result for _, result in answers]
 
 
-def describe(error: Exception | None) -> str | None:
-    """One line about an error; None for none."""
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """An error as it travels between ranks."""
+
+    message: str
+    hint: str | None
+
+
+def _fault(error: Exception | None) -> _Fault | None:
     if error is None:
         return None
     if isinstance(error, HpctrainError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}"
-    return f"{type(error).__name__}: {error}"
+        return _Fault(error.message, error.hint)
+    if isinstance(error, OSError):
+        name = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return _Fault(name + (error.strerror or str(error)), None)
+    return _Fault(f"{type(error).__name__}: {error}", None)
 
 
-def _raise(text: str, error: Exception | None) -> None:
+def _raise(fault: _Fault, error: Exception | None) -> NoReturn:
     if error is not None and not isinstance(error, HpctrainError | OSError):
         raise error
-    raise CheckpointError(text) from error
+    raise CheckpointError(fault.message, hint=fault.hint) from error

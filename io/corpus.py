@@ -194,9 +194,18 @@ def tokenize(
         progress: called now and then with the bytes of text read so far.
 
     Raises:
-        UsageError: an input cannot be used, or there is no text in any.
-        OSError: the output cannot be written.
+        UsageError: an input cannot be used, there is no text in any, or the output cannot be
+            written (no space, quota, permission).
     """
+    try:
+        return _tokenize(sources, output, encoder, progress or (lambda done: None))
+    except OSError as error:
+        raise UsageError(f"{output}: {error.strerror or error}; nothing was written") from error
+
+
+def _tokenize(
+    sources: Sequence[Source], output: Path, encoder: Encoder, progress: Callable[[int], None]
+) -> TokenizeReport:
     end = np.array([encoder.end])
     done = 0
     with TokenWriter(output, encoder.vocab_size) as writer:
@@ -209,8 +218,7 @@ def tokenize(
                 if piece.last:
                     writer.write(end)
                     writer.end_document()
-                if progress is not None:
-                    progress(done + source.bytes)
+                progress(done + source.bytes)
             done += source.bytes
         if not writer.n_documents:
             raise UsageError(f"no text in {', '.join(source.name for source in sources)}")

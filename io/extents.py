@@ -7,6 +7,7 @@ tensor, and chunks, so that reading needs the manifest and ``pread`` alone.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ def write_block(descriptor: int, start: int, strides: Shape, array: np.ndarray) 
     if array.size == 0:
         return
     if dense_strides(array.shape, array.itemsize) == strides or array.size == 1:
-        _pwrite(descriptor, _raw(array), start)
+        write_bytes(descriptor, _raw(array), start)
         return
     axis = next(axis for axis, count in enumerate(array.shape) if count > 1)
     index: list[int | slice] = [0] * axis
@@ -104,12 +105,18 @@ def write_block(descriptor: int, start: int, strides: Shape, array: np.ndarray) 
         write_block(descriptor, start + row * strides[axis], strides[axis + 1 :], part)
 
 
-def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
+def write_bytes(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes at ``offset``.
+
+    Raises:
+        OSError: the write failed.
+    """
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
         if written == 0:
-            raise OSError(f"nothing was written at byte {offset}")
-        data, offset = data[written:], offset + written
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        view, offset = view[written:], offset + written
 
 
 def read_block(

@@ -1,9 +1,9 @@
 """HDF5 files whose tensors are allocated but not written, so that ranks can write them by offset.
 
-The file is created with contiguous datasets, allocated early and never filled, then closed.
-After that each dataset is a known range of bytes and HDF5 is out of the way: many ranks and
-threads may ``pwrite`` into one file with no HDF5 lock. An unwritten range reads as zeros with
-no error, which is why the manifest, and not the file, says what is complete.
+The datasets are contiguous, allocated early and never filled. Each is a known range of bytes,
+and HDF5 is out of the way: many ranks and threads may ``pwrite`` into one file with no HDF5
+lock. An unwritten range reads as zeros with no error, which is why the manifest, and not the
+file, says what is complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import h5py
 import numpy as np
 
 from hpctrain.io.dtypes import hdf5_type, raw_dtype
+from hpctrain.io.image import ALIGNMENT, build_hdf5, write_image
 from hpctrain.io.shards import RESERVED, Shape
 
-ALIGNMENT = 4096
 SCALARS = f"{RESERVED}/scalars"
 RANK_STATE = f"{RESERVED}/rank_state"
 
@@ -65,7 +65,7 @@ def create_skeleton(
     scalars: str,
     rank_state: Mapping[str, np.ndarray],
 ) -> dict[str, int]:
-    """Create the file and close it; the byte offset of each tensor that has elements.
+    """Create the file; the byte offset of each tensor that has elements.
 
     Args:
         path: file to create; it must not exist.
@@ -77,34 +77,29 @@ def create_skeleton(
     Raises:
         OSError: the file cannot be created or written.
     """
-    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
-    access.set_alignment(ALIGNMENT, ALIGNMENT)
-    access.set_meta_block_size(_metadata_bytes(tensors, scalars, rank_state))
-    # The directory is this writer's alone; some parallel file systems have no flock.
-    access.set_file_locking(False, True)
-    handle = h5py.h5f.create(str(path).encode(), h5py.h5f.ACC_EXCL, fapl=access)
-    offsets = {}
-    with h5py.File(handle) as file:
+
+    def build(file: h5py.File) -> dict[str, int]:
         for key, value in attributes.items():
             file.attrs[key] = value
+        offsets = {}
         for name, meta in tensors.items():
-            offset = _create_dataset(file, name, meta)
+            kind = hdf5_type(meta.torch_dtype)
+            dataset = allocate(file, name, meta.shape, kind)
+            dataset.attrs["torch_dtype"] = meta.torch_dtype
             if meta.bytes:
-                offsets[name] = offset
+                offsets[name] = int(dataset.id.get_offset())
         file.create_dataset(SCALARS, data=np.bytes_(scalars.encode()), track_times=False)
         for name, array in rank_state.items():
             file.create_dataset(f"{RANK_STATE}/{name}", data=array, track_times=False)
-        file.flush()
-    # On a full disk closing succeeds and the file reopens with fewer datasets.
-    with open_hdf5(path) as file:
-        for name, offset in offsets.items():
-            if name not in file or file[name].id.get_offset() != offset:
-                raise OSError(f"{path}: HDF5 lost the dataset {name}; is the disk full?")
+        return offsets
+
+    offsets, image = build_hdf5(build, _metadata_bytes(tensors, scalars, rank_state))
+    write_image(path, image)
     return offsets
 
 
-def _create_dataset(file: h5py.File, name: str, meta: TensorMeta) -> int:
+def allocate(file: h5py.File, name: str, shape: Shape, kind: h5py.h5t.TypeID) -> h5py.Dataset:
+    """A contiguous dataset with its bytes allocated and never filled."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_layout(h5py.h5d.CONTIGUOUS)
     create.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -113,11 +108,8 @@ def _create_dataset(file: h5py.File, name: str, meta: TensorMeta) -> int:
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    space = h5py.h5s.create_simple(meta.shape) if meta.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    kind = hdf5_type(meta.torch_dtype)
-    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, create, links)
-    h5py.Dataset(dataset).attrs["torch_dtype"] = meta.torch_dtype
-    return dataset.get_offset() if meta.bytes else -1
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, create, links))
 
 
 def open_hdf5(path: Path) -> h5py.File:

@@ -33,7 +33,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.errors import UsageError
 from hpctrain.io.extents import read_bytes
-from hpctrain.io.skeleton import open_hdf5
+from hpctrain.io.image import build_hdf5, write_image
+from hpctrain.io.skeleton import allocate, open_hdf5
 
 FORMAT = "hpctrain-tokens"
 FORMAT_VERSION = 1
@@ -309,23 +310,27 @@ class TokenWriter:
             raise OSError(error.errno or 0, text, str(self.path)) from error
 
     def _create(self, tokenizer: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]) -> int:
-        with h5py.File(self._aside, "w", libver=("v108", "latest"), locking=False) as file:
+        documents = np.frombuffer(self._documents, np.uint64)
+        texts = {
+            "tokenizer": json.dumps(tokenizer).encode(),
+            "sources": json.dumps(list(sources)).encode(),
+        }
+
+        def build(file: h5py.File) -> int:
             file.attrs["format"] = FORMAT
             file.attrs["format_version"] = FORMAT_VERSION
-            file["documents"] = np.frombuffer(self._documents, np.uint64)
-            file["tokenizer"] = np.bytes_(json.dumps(tokenizer).encode())
-            file["sources"] = np.bytes_(json.dumps(list(sources)).encode())
-            layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            layout.set_layout(h5py.h5d.CONTIGUOUS)
-            layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            space = h5py.h5s.create_simple((self.n_tokens,))
+            file.create_dataset("documents", data=documents, track_times=False)
+            for name, text in texts.items():
+                file.create_dataset(name, data=np.bytes_(text), track_times=False)
             kind = h5py.h5t.py_create(self.dtype)
-            tokens = h5py.Dataset(h5py.h5d.create(file.id, b"tokens", kind, space, layout))
+            tokens = allocate(file, "tokens", (self.n_tokens,), kind)
             tokens.attrs["vocab_size"] = self.vocab_size
             tokens.attrs["xxh3"] = self._state.hexdigest()
-            file.flush()
-            return int(tokens.id.get_offset() or 0)
+            return int(tokens.id.get_offset())
+
+        start, image = build_hdf5(build, 16 << 10)
+        write_image(self._aside, image)
+        return start
 
     def _copy(self, start: int) -> None:
         with self._aside.open("r+b") as target:
