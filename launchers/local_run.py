@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from hpctrain.spec import JobSpec
 
 _POLL_SECONDS = 0.1
-# The program starts only once it is written down: the ranks read the LaunchRecord. Where the
-# starting process dies before that, the read fails and nothing starts.
-_GATE = 'read -r _ && exec "$@" </dev/null'
 
 
 def start(
@@ -58,31 +54,59 @@ def start(
     variables = rank_environment(spec, environ, now)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.stop_file.unlink(missing_ok=True)
-    with run.job_log.open("ab") as log:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", _GATE, "hpctrain-local", *tokens],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            start_new_session=True,
-        )
+    pid, gate = _fork(tokens, variables, run.job_log)
     launch = LaunchRecord(
         attempt=len(run.read_launches()),
         launcher="local",
         submitted=now,
         world_size=world_size(spec),
-        pid=process.pid,
-        pid_started=_started(process.pid) or 0,
+        pid=pid,
+        pid_started=_started(pid) or 0,
         host=socket.gethostname(),
         restore=restore,
     )
-    run.add_launch(launch)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(b"\n")
-        process.stdin.close()
-    return LocalProcess(run, launch, process)
+    try:
+        run.add_launch(launch)
+        os.write(gate, b"go")
+    except BaseException:
+        os.close(gate)
+        os.waitpid(pid, 0)
+        raise
+    os.close(gate)
+    return LocalProcess(run, launch, child=True)
+
+
+def _fork(tokens: Sequence[str], variables: Mapping[str, str], log: Path) -> tuple[int, int]:
+    """A process that executes ``tokens`` once something is written to the returned descriptor.
+
+    So the launch is written down before a rank can look for it, and nothing runs that is not
+    written down: where the caller dies in between, the process sees the end of the pipe and
+    leaves. subprocess cannot wait between fork and exec, and a shell in between would change
+    the environment (dash resets IFS).
+    """
+    names = [os.fsencode(token) for token in tokens]
+    environ = {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
+    read_end, gate = os.pipe()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    pid = os.fork()
+    if pid:
+        os.close(read_end)
+        os.close(output)
+        return pid, gate
+    try:
+        os.close(gate)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            signal.signal(number, signal.SIG_DFL)
+        if os.read(read_end, 2):
+            os.execve(names[0], names, environ)  # noqa: S606 (tokens, no shell)
+    except OSError as error:
+        os.write(2, f"hpctrain: {tokens[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
 
 
 def rank_environment(spec: JobSpec, environ: Mapping[str, str], now: float) -> dict[str, str]:
@@ -113,9 +137,7 @@ class LocalProcess:
         launch: how it was started.
     """
 
-    def __init__(
-        self, run: RunDir, launch: LaunchRecord, child: subprocess.Popen[bytes] | None
-    ) -> None:
+    def __init__(self, run: RunDir, launch: LaunchRecord, *, child: bool) -> None:
         self.launch = launch
         self._run = run
         self._child = child
@@ -133,16 +155,17 @@ class LocalProcess:
                 f"run {run.id} was started on {launch.host}, this is {socket.gethostname()}",
                 hint=f"log in to {launch.host} for that",
             )
-        return cls(run, launch, None)
+        return cls(run, launch, child=False)
 
     def poll(self) -> int | None:
         """Exit code of the run, or None while it is alive; see :func:`outcome`."""
         if self._code is None:
             status: int | None = None
-            if self._child is not None:
-                status = self._child.poll()
-                if status is None:
+            if self._child:
+                pid, wait_status = os.waitpid(self.launch.pid, os.WNOHANG)
+                if pid == 0:
                     return None
+                status = os.waitstatus_to_exitcode(wait_status)
             elif local_alive(self.launch):
                 return None
             self._code = outcome(self._run, self.launch, status)
@@ -244,3 +267,6 @@ def _kill_tree(pid: int) -> None:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5.0
+    while any(_started(process.pid) for process in family) and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -109,10 +109,10 @@ def mpich_wheel(environ: Mapping[str, str]) -> bool:
         metadata.distribution("mpich")
     except metadata.PackageNotFoundError:
         return False
-    library = Path(sys.prefix) / "lib" / "libmpi.so"
+    library = Path(sys.prefix) / "lib" / "libmpi.so.12"
     named = environ.get("MPI4PY_LIBMPI")
     if named:
-        return Path(named).resolve() == library.resolve()
+        return Path(named).parent.resolve() == library.parent.resolve()
     found = importlib.util.find_spec("mpi4py")
     if found is None or found.origin is None:
         return False
