@@ -65,8 +65,8 @@ def user_function(entry: str, key: str) -> Callable[..., Any]:
             raise UsageError(f"{key}: importing {module_name} failed: {error}") from error
         raise UsageError(
             f"{key}: no module named {missing!r} (of {entry})",
-            hint="install it, or put the directory that holds it on PYTHONPATH (env: in the job "
-            "file reaches every rank)",
+            hint="install it, put it beside the job file, or its directory on PYTHONPATH (env: in "
+            "the job file reaches every rank)",
         ) from None
     except Exception as error:
         raise UsageError(f"{key}: importing {module_name} failed: {_told(error)}") from error
