@@ -75,13 +75,16 @@ def compare_rank(
     if local_rank >= len(slots) or (ranks_per_node or len(slots)) > len(slots):
         return warnings
     slot = slots[local_rank]
+    as_planned = False
     if slot.cores is not None:
-        outside = set(node.allowed) - _with_siblings(slot.cores, node)
-        if outside and threads < len(node.online):
+        as_planned = set(node.allowed) <= _with_siblings(slot.cores, node)
+        if not as_planned and threads < len(node.online):
             warnings.append(
                 f"{who} may use CPUs {format_cpuset(node.allowed)}; profile {profile.name} plans "
                 f"{slot.cores} (affinity.slots.{local_rank}.cores)"
             )
+    if as_planned:
+        return warnings
     domains = {node.numa_of_cpu(cpu) for cpu in node.allowed} - {None}
     if slot.device < len(node.gpus) and len(domains) == 1:
         near = node.gpus[slot.device].numa

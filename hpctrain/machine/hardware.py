@@ -215,7 +215,7 @@ class Slot(Part):
     Attributes:
         cores: physical cores.
         device: device number as the whole node counts it.
-        numa: NUMA domain of the cores.
+        numa: NUMA domain that the device hangs on, which the cores need not share.
     """
 
     cores: CpuList | None = None
