@@ -13,11 +13,14 @@ executor walks ``schedule.actions[rank]`` (see :mod:`hpctrain.schedule.actions`)
 from __future__ import annotations
 
 from hpctrain.schedule.actions import Action, ActionKind
+from hpctrain.schedule.balance import Memory, share_layers, split_layers, stage_sums
 from hpctrain.schedule.costs import UNIT, Costs
+from hpctrain.schedule.draw import draw_json, draw_text, draw_trace
 from hpctrain.schedule.graph import InvalidScheduleError
 from hpctrain.schedule.registry import METHODS, TRANSFORMS, Method, describe, make, names
 from hpctrain.schedule.simulate import Span, Timeline, simulate
 from hpctrain.schedule.stages import StageMap, bidirectional, loop, wave
+from hpctrain.schedule.svg import draw_svg
 from hpctrain.schedule.table import Claim, Schedule
 from hpctrain.schedule.transfers import with_transfers, without_transfers
 from hpctrain.schedule.transforms import (
@@ -37,6 +40,7 @@ __all__ = [
     "Claim",
     "Costs",
     "InvalidScheduleError",
+    "Memory",
     "Method",
     "Schedule",
     "Span",
@@ -44,11 +48,18 @@ __all__ = [
     "Timeline",
     "bidirectional",
     "describe",
+    "draw_json",
+    "draw_svg",
+    "draw_text",
+    "draw_trace",
     "find_problems",
     "loop",
     "make",
     "names",
+    "share_layers",
     "simulate",
+    "split_layers",
+    "stage_sums",
     "two_stage",
     "validate",
     "wave",

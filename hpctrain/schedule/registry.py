@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.schedule import transforms
-from hpctrain.schedule.generators import automatic, classic, v_shape, waves, zero_bubble, zeropp
-from hpctrain.schedule.generators.common import require
+from hpctrain.schedule import automatic, classic, transforms, v_shape, waves, zero_bubble, zeropp
+from hpctrain.schedule.building import require
 from hpctrain.schedule.table import Schedule
 from hpctrain.schedule.transfers import with_transfers
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import groupby, zip_longest
 
 from hpctrain.schedule.actions import Action, ActionKind
+from hpctrain.schedule.building import assemble, require
 from hpctrain.schedule.costs import UNIT
-from hpctrain.schedule.generators.common import assemble, require
 from hpctrain.schedule.graph import CODES, B, I
 from hpctrain.schedule.simulate import simulate
 from hpctrain.schedule.table import Claim, Schedule

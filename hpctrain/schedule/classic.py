@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.schedule.generators.common import (
+from hpctrain.schedule.building import (
     assemble,
     one_chunk,
     one_then_one,

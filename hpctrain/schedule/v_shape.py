@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.schedule.generators.common import assemble, require
+from hpctrain.schedule.building import assemble, require
 from hpctrain.schedule.graph import F, I
 from hpctrain.schedule.stages import StageMap, wave
 from hpctrain.schedule.table import Claim, Schedule

@@ -7,7 +7,7 @@ gradients of a unit fill the waits of the next one, which may hold a second unit
 
 from __future__ import annotations
 
-from hpctrain.schedule.generators.common import assemble, require, rounds
+from hpctrain.schedule.building import assemble, require, rounds
 from hpctrain.schedule.graph import I
 from hpctrain.schedule.stages import loop
 from hpctrain.schedule.table import Claim, Schedule

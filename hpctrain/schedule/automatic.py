@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from hpctrain.errors import ImpossibleError
+from hpctrain.schedule import classic, v_shape, waves, zero_bubble
+from hpctrain.schedule.building import assemble, require
 from hpctrain.schedule.costs import UNIT, Costs
-from hpctrain.schedule.generators import classic, v_shape, waves, zero_bubble
-from hpctrain.schedule.generators.common import assemble, require
 from hpctrain.schedule.graph import B, I
 from hpctrain.schedule.simulate import Timeline, simulate
 from hpctrain.schedule.stages import StageMap, loop, wave
@@ -75,29 +76,20 @@ class _Search:
     def best(self, micro_batches: int) -> Schedule:
         """Rank all candidates on a short run, then the front runners on the real one."""
         p = self.stages.ranks
-        makers = list(self._candidates(micro_batches))
+        makers = list(self._candidates())
         trial = min(micro_batches, 4 * p)
         if trial < micro_batches:
             makers.sort(key=lambda make: self._score(make(trial)))
             makers = makers[:FINALISTS]
-        makers += self._by_hand()
-        scored = [
-            (self._score(schedule), n, schedule)
-            for n, schedule in self._made(makers, micro_batches)
-        ]
-        fits, _, best = min(scored, key=lambda item: item[:2])
-        if fits[0]:
-            least = min(max(simulate(s, self.costs).peak_activations) for _, _, s in scored)
+        made = [make(micro_batches) for make in (*makers, *self._by_hand())]
+        best = min(made, key=self._score)
+        if self._score(best)[0]:
+            least = min(self._score(schedule)[3] for schedule in made)
             raise ImpossibleError(
                 f"schedule auto: no schedule found holds at most {self.limit:g} activations",
                 hint=f"the least found is {least:g}; v-min needs the least memory of all methods",
             )
         return best
-
-    @staticmethod
-    def _made(makers: list[Maker], micro_batches: int) -> Iterator[tuple[int, Schedule]]:
-        for number, make in enumerate(makers):
-            yield number, make(micro_batches)
 
     def _score(self, schedule: Schedule) -> tuple[bool, float, float, float]:
         """Smaller is better: fits, makespan, longest span of a rank, peak."""
@@ -120,22 +112,17 @@ class _Search:
             generators = [zero_bubble.zb_v, v_shape.v_half, v_shape.v_min, waves.hanayo]
         else:
             generators = [waves.hanayo]
-        makers: list[Maker] = [lambda m, g=g: g(p, v, m) for g in generators]  # type: ignore[misc]
-        fused = [g for g in generators if g in (classic.one_f_one_b, classic.gpipe, waves.hanayo)]
-        return makers + [lambda m, g=g: two_stage(g(p, v, m)) for g in fused]
+        makers: list[Maker] = [partial(generator, p, v) for generator in generators]
+        fused = (classic.one_f_one_b, classic.gpipe, waves.hanayo)
+        return makers + [partial(_cut, g, p, v) for g in generators if g in fused]
 
-    def _candidates(self, micro_batches: int) -> Iterator[Maker]:
-        for make in self._by_hand():
-            for patience in PATIENCE:
-                yield lambda m, make=make, patience=patience: self._rewoven(make(m), patience)  # type: ignore[misc]
-        for share, extra in self._depths():
-            for alternate in (True, False):
-                for patience in PATIENCE:
-                    yield (
-                        lambda m, a=alternate, d=(share, extra), patience=patience: self._greedy(  # type: ignore[misc]
-                            m, d, a, patience
-                        )
-                    )
+    def _candidates(self) -> Iterator[Maker]:
+        for patience in PATIENCE:
+            for by_hand in self._by_hand():
+                yield partial(self._rewoven, by_hand, patience)
+            for share, extra in self._depths():
+                for alternate in (True, False):
+                    yield partial(self._greedy, share, extra, alternate, patience)
 
     def _depths(self) -> Iterator[tuple[float, float]]:
         """Live micro-batches of stage s, as share * (stages - s) + extra, that fit the limit."""
@@ -157,23 +144,28 @@ class _Search:
     def _settings(self, patience: float) -> Settings:
         return Settings(self.costs, limit=self.limit, patience=patience)
 
-    def _rewoven(self, schedule: Schedule, patience: float) -> Schedule:
-        order = [[(I if c == B else c, s, j) for c, s, j in r] for r in critical_path(schedule)]
-        loom = Loom(self.stages, schedule.micro_batches, self._settings(patience))
-        return self._assembled(schedule.micro_batches, loom.run(FixedOrder(order)))
+    def _rewoven(self, make: Maker, patience: float, micro_batches: int) -> Schedule:
+        path = critical_path(make(micro_batches))
+        order = [[(I if code == B else code, s, j) for code, s, j in row] for row in path]
+        loom = Loom(self.stages, micro_batches, self._settings(patience))
+        return self._assembled(micro_batches, loom.run(FixedOrder(order)))
 
     def _greedy(
-        self, micro_batches: int, depth: tuple[float, float], alternate: bool, patience: float
+        self, share: float, extra: float, alternate: bool, patience: float, micro_batches: int
     ) -> Schedule:
         loom = Loom(self.stages, micro_batches, self._settings(patience))
         chooser = Greedy(
             self.stages,
             [0] * micro_batches,
             split=True,
-            live=lambda stage: self._live(*depth, stage),
+            live=partial(self._live, share, extra),
             alternate=alternate,
         )
         return self._assembled(micro_batches, loom.run(chooser))
 
     def _assembled(self, micro_batches: int, order: Order) -> Schedule:
         return assemble("auto", self.stages, micro_batches, order, Claim(SOURCE, self.limit))
+
+
+def _cut(generator: Callable[..., Schedule], ranks: int, chunks: int, m: int) -> Schedule:
+    return two_stage(generator(ranks, chunks, m))

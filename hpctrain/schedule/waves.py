@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.schedule.generators.common import assemble, require
+from hpctrain.schedule.building import assemble, require
 from hpctrain.schedule.stages import StageMap, bidirectional, wave
 from hpctrain.schedule.table import Claim, Schedule
 from hpctrain.schedule.weave import Greedy, Loom, Order, Settings, one_a_pass

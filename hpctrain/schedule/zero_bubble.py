@@ -6,11 +6,11 @@ activation as held until its W has run.
 
 from __future__ import annotations
 
-from hpctrain.schedule.generators.common import assemble, one_chunk, require
-from hpctrain.schedule.generators.v_shape import V_ZB, weave_blocks
+from hpctrain.schedule.building import assemble, one_chunk, require
 from hpctrain.schedule.graph import F, I, W
 from hpctrain.schedule.stages import loop, wave
 from hpctrain.schedule.table import Claim, Schedule
+from hpctrain.schedule.v_shape import V_ZB, weave_blocks
 from hpctrain.schedule.weave import Pass
 
 HAND_MADE = "Zero Bubble Pipeline Parallelism, Qi et al. 2023, section 2.2 and table 1"

@@ -1,1 +1,0 @@
-"""One function a method: (ranks, chunks, micro_batches, options) to a table of passes."""
