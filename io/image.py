@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import h5py
+import numpy as np
 
 from hpctrain.io.extents import write_bytes
-
-T = TypeVar("T")
 
 ALIGNMENT = 4096
 _PAGE = 4096
 
 
 class SparseFile(io.RawIOBase):
-    """A file in memory that holds only the pages that were written; the rest reads as zeros."""
+    """A file in memory that holds only pages with something in them; the rest reads as zeros."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -56,9 +56,11 @@ class SparseFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for page, start, part in self._spans(len(view)):
-            held = self._pages.setdefault(page, bytearray(_PAGE))
             done = page * _PAGE + start - self._position
-            held[start : start + part] = view[done : done + part]
+            piece = bytes(view[done : done + part])
+            if page in self._pages or any(piece):
+                held = self._pages.setdefault(page, bytearray(_PAGE))
+                held[start : start + part] = piece
         self._position += len(view)
         self.size = max(self.size, self._position)
         return len(view)
@@ -93,25 +95,75 @@ class SparseFile(io.RawIOBase):
             run.append(page)
 
 
-def build_hdf5(build: Callable[[h5py.File], T], metadata_bytes: int) -> tuple[T, SparseFile]:
-    """Run ``build`` on a new HDF5 file in memory; its result, and the closed file's image.
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A data set whose bytes are allocated and not written.
+
+    Attributes:
+        shape: of the data set.
+        kind: HDF5 type of its elements.
+        attributes: by name.
+    """
+
+    shape: tuple[int, ...]
+    kind: h5py.h5t.TypeID
+    attributes: Mapping[str, str | int]
+
+
+def build_hdf5(
+    small: Callable[[h5py.File], None], reserved: Mapping[str, Reserved]
+) -> tuple[dict[str, int], SparseFile]:
+    """A new HDF5 file in memory: headers and small data sets in front, room for large ones.
 
     Args:
-        build: creates groups, attributes and data sets. Data sets that are allocated early and
-            never filled take no memory.
-        metadata_bytes: room kept for headers at the front, a multiple of 4096, so that none
-            lies between large data sets, which are aligned to 4096.
+        small: creates attributes and small data sets.
+        reserved: large data sets by name, in the order in which their bytes shall lie.
+
+    Returns:
+        Byte offset of each reserved data set that is not empty, and the closed file's image.
     """
     image = SparseFile()
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
     access.set_alignment(ALIGNMENT, ALIGNMENT)
-    access.set_meta_block_size(metadata_bytes)
+    access.set_sieve_buf_size(1)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
     handle = h5py.h5f.create(repr(image).encode(), h5py.h5f.ACC_TRUNC, fapl=access)
     with h5py.File(handle) as file:
-        result = build(file)
-    return result, image
+        small(file)
+        # Every header first: what is allocated later lies behind them all, and none lies
+        # between the data.
+        made = {name: _declare(file, name, wanted) for name, wanted in reserved.items()}
+        return {name: _allocate(d) for name, d in made.items() if d.size}, image
+
+
+def _declare(file: h5py.File, name: str, wanted: Reserved) -> h5py.Dataset:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.CONTIGUOUS)
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    create.set_obj_track_times(False)
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    shape = wanted.shape
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    made = h5py.h5d.create(file.id, name.encode(), wanted.kind, space, create, links)
+    dataset = h5py.Dataset(made)
+    for key, value in wanted.attributes.items():
+        dataset.attrs[key] = value
+    return dataset
+
+
+def _allocate(dataset: h5py.Dataset) -> int:
+    """Allocate all of a data set's bytes, by writing one zero; the byte offset of the first."""
+    space = dataset.id.get_space()
+    if space.get_simple_extent_ndims():
+        space.select_hyperslab((0,) * dataset.ndim, (1,) * dataset.ndim)
+    kind = dataset.id.get_type()
+    zero = np.zeros(1, f"V{kind.get_size()}")
+    dataset.id.write(h5py.h5s.create_simple((1,)), space, zero, kind)
+    return int(dataset.id.get_offset())
 
 
 def write_image(path: Path, image: SparseFile) -> None:

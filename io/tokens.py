@@ -33,8 +33,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.errors import UsageError
 from hpctrain.io.extents import read_bytes
-from hpctrain.io.image import build_hdf5, write_image
-from hpctrain.io.skeleton import allocate, open_hdf5
+from hpctrain.io.image import Reserved, build_hdf5, write_image
+from hpctrain.io.skeleton import open_hdf5
 
 FORMAT = "hpctrain-tokens"
 FORMAT_VERSION = 1
@@ -316,21 +316,22 @@ class TokenWriter:
             "sources": json.dumps(list(sources)).encode(),
         }
 
-        def build(file: h5py.File) -> int:
+        def small(file: h5py.File) -> None:
             file.attrs["format"] = FORMAT
             file.attrs["format_version"] = FORMAT_VERSION
             file.create_dataset("documents", data=documents, track_times=False)
             for name, text in texts.items():
                 file.create_dataset(name, data=np.bytes_(text), track_times=False)
-            kind = h5py.h5t.py_create(self.dtype)
-            tokens = allocate(file, "tokens", (self.n_tokens,), kind)
-            tokens.attrs["vocab_size"] = self.vocab_size
-            tokens.attrs["xxh3"] = self._state.hexdigest()
-            return int(tokens.id.get_offset())
 
-        start, image = build_hdf5(build, 16 << 10)
+        kind = h5py.h5t.py_create(self.dtype)
+        tokens = Reserved(
+            (self.n_tokens,),
+            kind,
+            {"vocab_size": self.vocab_size, "xxh3": self._state.hexdigest()},
+        )
+        offsets, image = build_hdf5(small, {"tokens": tokens})
         write_image(self._aside, image)
-        return start
+        return offsets["tokens"]
 
     def _copy(self, start: int) -> None:
         with self._aside.open("r+b") as target:

@@ -17,6 +17,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
 from hpctrain.io.shards import Box, TensorShard, coverage
+from hpctrain.io.skeleton import TensorMeta, planned_bytes
 
 
 def bfloat16(values: list[float]) -> np.ndarray:
@@ -225,3 +226,17 @@ def test_shards_of_one_rank_may_tile_in_any_way(tmp_path: Path) -> None:
     extra = part("model/w", full, 0, 3, 4)
     with pytest.raises(CheckpointError, match="given more than once"):
         store.save(2, [*shards, extra], scalars={}, per_rank={})
+
+
+def test_planned_size_is_never_below_the_real_one(tmp_path: Path) -> None:
+    """What is held against the free space, with many small tensors and with a few."""
+    for count, shape in ((500, (3,)), (500, (40, 40)), (2, (700, 900))):
+        array = numbers(list(shape))
+        shards = [whole(f"optimizer/exp_avg_sq/layers.{i}.weight", array) for i in range(count)]
+        store = CheckpointStore(tmp_path / str(shape), SoloCommunicator())
+        per_rank = {"torch": np.zeros(5056, np.uint8)}
+        report = store.save(1, shards, scalars={"a": "b" * 5000}, per_rank=per_rank)
+        tensors = {shard.name: TensorMeta(shape, "float32") for shard in shards}
+        stacked = {name: value[None] for name, value in per_rank.items()}
+        planned = planned_bytes(tensors, "b" * 5010, stacked)
+        assert report.bytes <= planned < report.bytes + 4096 * (count + 1) + (1 << 20)

@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.io.encoders import BpeEncoder, ByteEncoder, from_description, load_encoder, train_bpe
+from hpctrain.io.image import Reserved, build_hdf5, write_image
 from hpctrain.io.tokens import TokenFile, TokenWriter, describe
 
 
@@ -89,14 +90,8 @@ def test_reading_takes_little_memory(tmp_path: Path) -> None:
     """A sparse file of 64 GiB of tokens: no machine here could hold them."""
     path = tmp_path / "t.h5"
     count = 1 << 34
-    from hpctrain.io.image import build_hdf5, write_image
-    from hpctrain.io.skeleton import allocate
-
-    def build(file: h5py.File) -> None:
-        tokens = allocate(file, "tokens", (count,), h5py.h5t.py_create(np.dtype("<u4")))
-        tokens.attrs["vocab_size"] = 1 << 20
-
-    write_image(path, build_hdf5(build, 1 << 14)[1])
+    tokens = Reserved((count,), h5py.h5t.py_create(np.dtype("<u4")), {"vocab_size": 1 << 20})
+    write_image(path, build_hdf5(lambda file: None, {"tokens": tokens})[1])
     file = TokenFile(path, 1024)
     assert len(file) == (1 << 24) - 1
     assert not file.read([0, (1 << 24) - 2]).any()
