@@ -36,6 +36,7 @@ def global_norm(
     *,
     reduce: Reduce | None = None,
     sharding: Sharding = placement_axes,
+    groups: Iterable[Axes] = (),
 ) -> Tensor:
     """L2 norm of all gradients, each part counted once.
 
@@ -46,6 +47,8 @@ def global_norm(
         parameters: those without a gradient are passed over.
         reduce: called once a group, in the order of sorted axes, on every rank.
         sharding: axes of a gradient.
+        groups: sets of axes to reduce also where this rank holds no such gradient: what other
+            pipeline stages hold.
 
     Returns:
         A scalar; 0 where there is no gradient.
@@ -53,16 +56,19 @@ def global_norm(
     Raises:
         ValueError: a sharded gradient and no ``reduce``.
     """
-    groups: dict[Axes, list[Tensor]] = {}
+    held: dict[Axes, list[Tensor]] = {axes: [] for axes in groups}
     for parameter in parameters:
         if parameter.grad is not None:
             axes = sharding(parameter.grad)
-            groups.setdefault(axes, []).append(_local(parameter.grad))
-    total = torch.zeros(())
-    for axes, gradients in sorted(groups.items()):
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        norms = torch._foreach_norm(gradients, 2, dtype=dtype)
-        squares = torch.stack(norms).square().sum()
+            held.setdefault(axes, []).append(_local(parameter.grad))
+    device = next((gradients[0].device for gradients in held.values() if gradients), None)
+    total = torch.zeros((), device=device)
+    for axes, gradients in sorted(held.items(), key=lambda item: item[0]):
+        squares = torch.zeros((), device=device)
+        if gradients:
+            dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+            norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+            squares = torch.stack(norms).square().sum()
         if axes:
             if reduce is None:
                 raise ValueError(f"gradients are sharded over {', '.join(axes)}: give reduce")

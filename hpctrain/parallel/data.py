@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Sharding = Literal["none", "zero2", "zero3"]
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh, precision: str) -> nn.Module:
+def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +65,8 @@ def shard(
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root unit is needed at the start of backward: freeing it would gather it twice.
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:

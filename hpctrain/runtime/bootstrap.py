@@ -87,6 +87,7 @@ def bootstrap(
 
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     from hpctrain.runtime.rendezvous import meet
 
@@ -100,7 +101,7 @@ def bootstrap(
     backend = "gloo" if own.type == "cpu" else f"cpu:gloo,{own.type}:nccl"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("world", meeting.store),
+        store=PrefixStore("world", meeting.store),
         rank=comm.rank,
         world_size=comm.size,
         timeout=_COLLECTIVE_TIMEOUT,

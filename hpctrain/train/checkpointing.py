@@ -49,7 +49,7 @@ class Checkpointer:
         }
         report = self.store.save(
             state.step,
-            state.shards(self.context.rank, self.context.world_size),
+            state.shards(),
             scalars=scalars,
             per_rank=rng.collect(),
         )
@@ -89,7 +89,7 @@ class Checkpointer:
                 return False
             step = found
         reader = self.store.open(step)
-        generators = state.restore(reader, self.context.rank, self.context.world_size)
+        generators = state.restore(reader)
         recorder.durable_step = recorder.resumed_from = step
         recorder.event(
             "resumed",

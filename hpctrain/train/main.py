@@ -67,7 +67,6 @@ def _train(
 
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
-    from hpctrain.model.build import build_model
     from hpctrain.optim.adamw import build_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.train.checkpointing import Checkpointer
@@ -89,8 +88,8 @@ def _train(
     recorder.state("starting", 0)
     source = open_source(spec)
     seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
-    model = parallelize(build_model(spec), spec, context)
-    optimizer = build_optimizer(model, spec.train)
+    model = parallelize(spec, context)
+    optimizer = build_optimizer(model.parameters(), spec.train)
     seed_everything(spec.train.seed, context.coordinate("dp"))
     state = TrainState(model, optimizer)
     root = Path(spec.checkpoint.path) if spec.checkpoint.path else run.checkpoints
@@ -109,7 +108,7 @@ def _train(
         spec=spec,
         context=context,
         state=state,
-        stepper=Stepper(model, optimizer, spec, context),
+        stepper=Stepper(model, optimizer, spec),
         batches=batches,
         checkpointer=checkpointer,
         recorder=recorder,

@@ -7,18 +7,17 @@ ranks hold whole is written by one of them, in turn, so that the ranks share the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.shards import TensorShard
-from hpctrain.parallel.parallelize import unwrapped
+from hpctrain.parallel.model import ParallelModel, Part
 from hpctrain.train import rng
 
 if TYPE_CHECKING:
@@ -33,20 +32,6 @@ _RAW = {  # no numpy type of its own: raw bits
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rank's part of a global tensor: the tensor it lies in and where it stands.
-
-    ``mine`` says that this rank is the one, of those that hold the same part, that writes it.
-    """
-
-    name: str
-    local: torch.Tensor
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    mine: bool
-
-
 @dataclass
 class TrainState:
     """What is trained and how far it is.
@@ -59,24 +44,24 @@ class TrainState:
         samples: samples taken from the data order, all ranks: the data cursor.
     """
 
-    model: nn.Module
+    model: ParallelModel
     optimizer: torch.optim.Optimizer
     step: int = 0
     tokens: int = 0
     samples: int = 0
 
-    def shards(self, rank: int, world_size: int) -> list[TensorShard]:
+    def shards(self) -> list[TensorShard]:
         """The parts that this rank writes."""
         return [
             TensorShard(
-                box.name,
-                box.global_shape,
-                box.offsets,
-                _to_numpy(box.local),
-                _dtype_name(box.local),
+                part.name,
+                part.global_shape,
+                part.offsets,
+                _to_numpy(part.local),
+                _dtype_name(part.local),
             )
-            for box in self._boxes(rank, world_size)
-            if box.mine
+            for part in self._parts()
+            if part.writer
         ]
 
     def scalars(self) -> dict[str, Any]:
@@ -88,7 +73,7 @@ class TrainState:
             "optimizer": self._optimizer_scalars(),
         }
 
-    def restore(self, reader: CheckpointReader, rank: int, world_size: int) -> bool:
+    def restore(self, reader: CheckpointReader) -> bool:
         """Read this rank's parts; True where its random generators were restored too.
 
         Generators belong to a rank: they are restored only on the same number of ranks.
@@ -98,34 +83,51 @@ class TrainState:
         """
         scalars = reader.scalars
         self._make_optimizer_states(scalars["optimizer"])
-        boxes = list(self._boxes(rank, world_size))
-        _compare(boxes, reader)
-        for box in boxes:
-            found = reader.read(box.name, box.offsets, tuple(box.local.shape))
-            box.local.copy_(_from_numpy(found, box.local.dtype))
+        parts = list(self._parts())
+        self._compare(parts, reader)
+        for part in parts:
+            found = reader.read(part.name, part.offsets, tuple(part.local.shape))
+            part.local.copy_(_from_numpy(found, part.local.dtype))
         self.step = int(scalars["step"])
         self.tokens = int(scalars["tokens"])
         self.samples = int(scalars["samples"])
-        generators = reader.rank_state(rank) if reader.world_size == world_size else None
+        context = self.model.context
+        generators = None
+        if reader.world_size == context.world_size:
+            generators = reader.rank_state(context.rank)
         if generators is None:
             return False
         rng.restore(dict(generators))
         return True
 
-    def _boxes(self, rank: int, world_size: int) -> Iterator[Box]:
-        tensors = list(_named_tensors(self.model))
-        states = [
-            (f"optimizer/{key}/{name}", value)
-            for name, parameter in unwrapped(self.model).named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, torch.Tensor) and value.dim() > 0
-        ]
-        for index, (name, tensor) in enumerate([*tensors, *states]):
-            yield _box(name, tensor.detach(), index % world_size == rank)
+    def _parts(self) -> Iterator[Part]:
+        model = self.model
+        for name, parameter in model.named_parameters():
+            yield dataclasses.replace(model.part(name, parameter), name=f"model/{name}")
+        for name, buffer in model.named_buffers():
+            yield dataclasses.replace(model.part(name, buffer), name=f"model/{name}")
+        for name, parameter in model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    yield model.part(f"optimizer/{key}/{name}", value, like=name)
+
+    def _compare(self, parts: Sequence[Part], reader: CheckpointReader) -> None:
+        """The checkpoint must hold the model's tensors, all of them and no others."""
+        mine = {part.name: (part.global_shape, _dtype_name(part.local)) for part in parts}
+        reader.check(mine)
+        held = set().union(*self.model.context.comm.allgather(set(mine)))
+        extra = sorted(reader.tensors().keys() - held)
+        if extra:
+            rest = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+            raise CheckpointError(
+                f"{reader.path} does not fit the model: it holds {', '.join(extra[:3])}{rest}, "
+                "which the model has not",
+                hint="resume with the model section the checkpoint was made with",
+            )
 
     def _optimizer_scalars(self) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
-        for name, parameter in unwrapped(self.model).named_parameters():
+        for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     found.setdefault(key, {})
@@ -135,7 +137,7 @@ class TrainState:
 
     def _make_optimizer_states(self, saved: dict[str, dict[str, float]]) -> None:
         """Allocate the states that the first optimizer step would make."""
-        for name, parameter in unwrapped(self.model).named_parameters():
+        for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
             state = self.optimizer.state[parameter]
@@ -146,47 +148,6 @@ class TrainState:
                     )
                 elif not numbers:
                     state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    inner = unwrapped(model)
-    for name, parameter in inner.named_parameters():
-        yield f"model/{name}", parameter
-    persistent = inner.state_dict(keep_vars=True).keys()
-    for name, buffer in inner.named_buffers():
-        if name in persistent:
-            yield f"model/{name}", buffer
-
-
-def _box(name: str, tensor: torch.Tensor, turn: bool) -> Box:
-    if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return Box(name, tensor, shape, (0,) * len(shape), turn)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    local = tensor.to_local()
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    at = mesh.get_coordinate()
-    assert at is not None, "this rank is not part of the tensor's mesh"
-    copies = [i for i, placement in zip(at, placements, strict=True) if placement == Replicate()]
-    empty = local.numel() == 0
-    mine = not empty and not any(copies)
-    offsets = (0,) * tensor.dim() if empty else tuple(offsets)
-    return Box(name, local, tuple(tensor.shape), offsets, mine)
-
-
-def _compare(boxes: Sequence[Box], reader: CheckpointReader) -> None:
-    """The checkpoint must hold the model's tensors, all of them and no others."""
-    reader.check({box.name: (box.global_shape, _dtype_name(box.local)) for box in boxes})
-    extra = sorted(reader.tensors().keys() - {box.name for box in boxes})
-    if extra:
-        rest = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
-        raise CheckpointError(
-            f"{reader.path} does not fit the model: it holds {', '.join(extra[:3])}{rest}, which "
-            "the model has not",
-            hint="resume with the model section the checkpoint was made with",
-        )
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

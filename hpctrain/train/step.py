@@ -13,13 +13,11 @@ from torch import nn
 from hpctrain.model.build import user_function
 from hpctrain.model.dropout import dropout_keys
 from hpctrain.model.transformer import next_token_loss
-from hpctrain.optim.clip import clip_by_global_norm, global_norm
 from hpctrain.optim.schedule import learning_rate
 from hpctrain.parallel.data import accumulating
-from hpctrain.parallel.parallelize import sum_over
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.context import RankContext
+    from hpctrain.parallel.model import ParallelModel
     from hpctrain.spec.job import JobSpec
     from hpctrain.train.data import MicroBatch
 
@@ -59,23 +57,19 @@ class Stepper:
         model: as parallelised.
         optimizer: over its parameters.
         spec: resolved job.
-        context: of this rank.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         spec: JobSpec,
-        context: RankContext,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.train = spec.train
         self.loss = loss_of(spec)
-        self.device = context.device
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._sum = sum_over(context)
+        self.device = model.context.device
         sharded = spec.parallel.sharding != "none"
         # FSDP2 casts by its own policy; autocast would cast what it already gathered.
         self._autocast = spec.train.precision == "bf16" and not sharded
@@ -87,13 +81,13 @@ class Stepper:
             step: number of the step, 1 for the first.
             micro_batches: of this rank.
         """
-        count = len(micro_batches)
+        count, model = len(micro_batches), self.model.whole
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
             keys = dropout_keys(self.train.seed, step, micro.keys)
-            with accumulating(self.model, last=index == count - 1):
+            with accumulating(model, last=index == count - 1):
                 with self._compute():
-                    loss = self.loss(self.model, micro.batch, keys)
+                    loss = self.loss(model, micro.batch, keys)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / count
         return total
@@ -104,10 +98,8 @@ class Stepper:
         Returns:
             Global L2 norm of the gradients before clipping, a scalar on the device.
         """
-        if self.train.clip is None:
-            norm = global_norm(self.parameters, reduce=self._sum)
-        else:
-            norm = clip_by_global_norm(self.parameters, self.train.clip, reduce=self._sum)
+        self.model.sum_partial_gradients()
+        norm = self.model.clip(self.train.clip)
         rate = learning_rate(step, self.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

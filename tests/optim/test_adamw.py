@@ -28,7 +28,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
             "frozen": nn.Linear(2, 2).requires_grad_(False),
         }
     )
-    optimizer = build_optimizer(model, train(weight_decay=0.3))
+    optimizer = build_optimizer(model.parameters(), train(weight_decay=0.3))
     decay = {
         id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
     }
@@ -45,7 +45,7 @@ def test_two_steps_of_algorithm_2_by_hand() -> None:
     """One weight of 1 with gradients 0.5 and −0.25; lr 0.1, betas 0.9 and 0.99, decay 0.2."""
     model = nn.Linear(1, 1, bias=False).double()
     spec = train(lr=0.1, weight_decay=0.2, betas=[0.9, 0.99], eps=1e-8)
-    optimizer = build_optimizer(model, spec)
+    optimizer = build_optimizer(model.parameters(), spec)
     with torch.no_grad():
         model.weight.fill_(1.0)
     model.weight.grad = torch.full((1, 1), 0.5).double()
@@ -65,7 +65,7 @@ def test_same_bits_on_every_run() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(33, 57), nn.Linear(57, 9))
-        optimizer = build_optimizer(model, train())
+        optimizer = build_optimizer(model.parameters(), train())
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.randn(4, 33)).square().mean().backward()
@@ -103,7 +103,7 @@ def step_on_ranks(store: str) -> dict[str, Any]:
                 kind = name.split(".")[1]
                 whole = getattr(module, kind).detach()
                 setattr(module, kind, nn.Parameter(distribute_tensor(whole, mesh, where)))
-        optimizer = build_optimizer(model, train(lr=0.1))
+        optimizer = build_optimizer(model.parameters(), train(lr=0.1))
         for _ in range(3):
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 if hasattr(parameter, "placements"):
