@@ -212,22 +212,24 @@ class SlurmClient:
             or never was.
 
         Raises:
-            SchedulerError: no command answered, so that nothing is known.
+            SchedulerError: the controller did not answer, and nothing else knows the job.
         """
-        errors = []
-        answered = False
-        for ask in (self._squeue, self._sacct, self._scontrol, self._completion_log):
-            try:
-                info = ask(job_id)
-            except SchedulerError as error:
-                errors.append(error)
-                continue
+        unreached: SchedulerError | None = None
+        try:
+            info = self._squeue(job_id)
+        except SchedulerError as error:
+            unreached, info = error, None
+        asks = [self._sacct, self._completion_log]
+        if unreached is None:
+            asks.insert(1, self._scontrol)
+        for ask in asks:
             if info is not None:
                 return info
-            answered = True
-        if answered:
-            return None
-        raise errors[0]
+            with contextlib.suppress(SchedulerError):  # no accounting, no completion log
+                info = ask(job_id)
+        if info is None and unreached is not None:
+            raise unreached
+        return info
 
     def _squeue(self, job_id: str) -> JobInfo | None:
         columns = "%T|%N|%S|%e|%l|%r"

@@ -50,12 +50,18 @@ def _node_set(text: str) -> NodeSet:
         raise UsageError(
             f"{text!r} is not a node list; one looks like nid[001-004,007],login1",
         )
-    size = 1
-    for low, high in re.findall(r"(\d+)-(\d+)(?=[,\]])", text):
-        size *= max(1, int(high) - int(low) + 1)
-    if size > _MOST:
-        raise UsageError(f"{text!r} is a list of about {size} hosts; {_MOST} are the most")
+    if max(_size(item) for item in re.split(r",(?![^\[]*\])", text)) > _MOST:
+        raise UsageError(f"{text!r} is a list of too many hosts: {_MOST} are the most")
     try:
         return NodeSet(text, resolver=RESOLVER_NOGROUP)
     except NodeSetException as error:
         raise UsageError(f"{text!r} is not a node list: {error}") from None
+
+
+def _size(item: str) -> int:
+    """Hosts of one item of a list, without expanding it."""
+    size = 1
+    for ranges in re.findall(r"\[([^\]]*)\]", item):
+        pairs = [one.partition("-") for one in ranges.split(",")]
+        size *= sum(max(1, int(high or low) - int(low) + 1) for low, _, high in pairs)
+    return size

@@ -112,15 +112,15 @@ _ENDS = {
 
 def _failed(info: JobInfo) -> str:
     code, signal = info.exit_code, info.signal
-    if info.reason == "RaisedSignal:53(Real-time_signal_19)" or (code == 0 and signal == 53):
-        # slurmstepd could not open the output file (tried on 22.05).
+    if code == 0 and signal == 53:
+        # slurmd's word for an output file that it cannot open (tried on 22.05).
         return "Slurm could not open the job's log (0:53): its directory is missing or read-only"
     if info.reason in ("BadConstraints", "InvalidAccount", "InvalidQOS"):
         return _PENDING[info.reason]
-    if info.reason == "JobLaunchFailure":
-        return "a node could not start it (JobLaunchFailure): its administrators can tell why"
     if signal:
         return f"the batch script was ended by signal {signal}"
+    if info.reason == "JobLaunchFailure":
+        return "a node could not start it (JobLaunchFailure): its administrators can tell why"
     if code is None:
         return "it failed; Slurm does not say how"
     if code == 75:
