@@ -87,7 +87,7 @@ def bootstrap(
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     from hpctrain.runtime.rendezvous import meet
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import ImpossibleError
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 TIMEOUT = timedelta(seconds=30)
 _PROBE_SECONDS = 3.0
@@ -48,7 +48,7 @@ def meet(comm: Any, host: str, interface: str | None = None) -> Meeting:
     Raises:
         ImpossibleError: on every rank, when no address of rank 0 is reachable by all.
     """
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     hosts = comm.allgather(socket.gethostname())
     several = len(set(hosts)) > 1
