@@ -548,6 +548,21 @@ class RankGrid:
         size = math.prod(self.layout.size(axis) for axis in names)
         return self.rank_array((*others, *names)).reshape(-1, size)
 
+    def ascending(self, *axes: str) -> bool:
+        """Whether every group along ``axes`` taken together lists its ranks in ascending order.
+
+        torch sorts the ranks of a process group, so only then is a rank's number in the group
+        its place in the mesh, which sharded collectives rely on. Without arguments: along every
+        single axis of the dense mesh, and of the expert mesh where there are experts. True for
+        any order as long as nothing is permuted.
+        """
+        if not axes:
+            experts = self.layout.ep * self.layout.etp > 1
+            singles = (*DENSE_AXES, *EXPERT_AXES[1:]) if experts else DENSE_AXES
+            return all(self.layout.size(axis) == 1 or self.ascending(axis) for axis in singles)
+        rows = self.groups(*axes)
+        return bool((rows[:, 1:] > rows[:, :-1]).all())
+
     def coordinate_table(self, axes: Sequence[str] = DENSE_AXES) -> IntArray:
         """Coordinates of all ranks, shape (ranks, len(axes)), for axes of either mesh.
 

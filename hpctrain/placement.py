@@ -3,8 +3,11 @@
 A placement is a RankGrid, that is, an axis order and a permutation of the places, with the cost
 of a step's traffic on it. The default numbers the axes from the inside out: tensor, context with
 the experts, shard, pipeline, replicate. The improver tries every order of the axes, nodes sorted
-by switch group, and then swaps ranks until none helps; it starts from the default and keeps only
-what is cheaper.
+by switch group, and then swaps nodes and ranks until none helps; it starts from the default and
+keeps only what is cheaper.
+
+torch sorts the ranks of every process group. Unless told that groups will be made unsorted, only
+placements are taken in which each group's ranks ascend along its axis (RankGrid.ascending).
 """
 
 from __future__ import annotations
@@ -109,6 +112,7 @@ def place(
     *,
     swaps: int = 500,
     orders: Iterable[tuple[str, ...]] | None = None,
+    ascending: bool = True,
     seed: int = 0,
 ) -> Placement:
     """The cheapest placement found; never worse than the default.
@@ -120,6 +124,8 @@ def place(
         swaps: most pairs of nodes, and as many of ranks, to try to swap after the best order
             is found; 0 keeps to orders.
         orders: axis orders to try; None: all that differ.
+        ascending: take only placements in which the ranks of every group ascend, as torch's
+            process groups need unless they are made with ``sort_ranks=False``.
         seed: of the order in which pairs are tried, where there are more than ``swaps``.
 
     Raises:
@@ -129,13 +135,16 @@ def place(
     if not traffic:
         return default
     try:
-        judge = _Judge(layout, fabric, traffic)
+        judge = _Judge(layout, fabric, traffic, ascending)
         start = judge.seconds(DEFAULT_ORDER, judge.nodes_as_given)
     except UnknownSpeedError as error:
         return Placement(default.grid, fabric, note=error.message)
     best_order: tuple[str, ...] = DEFAULT_ORDER
     best_places, best = judge.nodes_as_given, start
-    for order, places in judge.candidates(orders):
+    for order, given in judge.candidates(orders):
+        places = judge.admit(order, given)
+        if places is None:
+            continue
         seconds = judge.seconds(order, places)
         if seconds < best * (1 - _GAIN):
             best_order, best_places, best = order, places, seconds
@@ -188,11 +197,18 @@ def _permutation(places: Ints) -> tuple[int, ...] | None:
 class _Judge:
     """Costs of placements of one layout, with the groups of each order kept."""
 
-    def __init__(self, layout: ParallelLayout, fabric: Fabric, traffic: Sequence[Traffic]) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        fabric: Fabric,
+        traffic: Sequence[Traffic],
+        ascending: bool,
+    ) -> None:
         import numpy as np
 
         self.layout = layout
         self.fabric = fabric
+        self.ascending = ascending
         self.traffic = [
             one for one in traffic if layout_size(layout, one.axes) > 1 and one.exposed > 0
         ]
@@ -210,6 +226,23 @@ class _Judge:
         for one, rows in zip(self.traffic, self._rows[order], strict=True):
             total += one.exposed * axis_cost_of(self.fabric, places[rows], one).seconds
         return total
+
+    def admit(self, order: tuple[str, ...], places: Ints) -> Ints | None:
+        """The placement with its coordinates renumbered so that all groups ascend, if they can.
+
+        Renumbering an axis, all along it, leaves every group with the same members.
+        """
+        import numpy as np
+
+        if not self.ascending:
+            return places
+        cube = places.reshape([self.layout.size(axis) for axis in order])
+        for axis in range(cube.ndim):
+            others = tuple(a for a in range(cube.ndim) if a != axis)
+            cube = np.take(cube, np.argsort(cube.min(axis=others)), axis=axis)
+        admitted = cube.reshape(-1)
+        grid = RankGrid(self.layout, order, _permutation(admitted))
+        return admitted if grid.ascending() else None
 
     def candidates(
         self, orders: Iterable[tuple[str, ...]] | None
@@ -276,7 +309,8 @@ def _swap(
             if count < 2 or since_gain >= count * (count - 1) // 2:
                 break
             since_gain += 1
-            tried = move(places, *next(pairs))
+            moved = move(places, *next(pairs))
+            tried = None if moved is None else judge.admit(order, moved)
             if tried is None:
                 continue
             seconds = judge.seconds(order, tried)

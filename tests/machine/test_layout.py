@@ -336,6 +336,19 @@ def test_array_for_a_device_mesh(grid: RankGrid) -> None:
             assert array[tuple(at[axis] for axis in mesh)] == rank
 
 
+def test_ascending_groups() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp_shard=2)
+    assert RankGrid(layout).ascending()
+    turned = RankGrid(layout, order=("tp", "cp", "dp_shard", "dp_replicate", "pp"))
+    assert turned.ascending(), "each axis alone ascends in any order"
+    assert not turned.ascending("dp_shard", "cp"), "two axes together are 0, 2, 1, 3"
+    assert RankGrid(layout).ascending("dp_shard", "cp")
+    swapped = RankGrid(layout, permutation=(1, 0, 2, 3, 4, 5, 6, 7))
+    assert not swapped.ascending()
+    assert swapped.ascending("cp") is True
+    assert not swapped.ascending("tp")
+
+
 # ---- grid: faults --------------------------------------------------------------------------
 
 

@@ -215,7 +215,12 @@ def loops(fabric: Fabric, grid: RankGrid, traffic: Traffic) -> float:
 
     def rate(ranks: tuple[int, ...]) -> float:
         switches = {fabric.groups[node(r)] for r in ranks}
-        return 0.5 if len(switches) > 1 else 1.0
+        around = sorted({node(r) for r in ranks})
+        measured = 9.0
+        if fabric.node_rates is not None:
+            for a, b in zip(around, around[1:] + around[:1], strict=True):
+                measured = min(measured, float(fabric.node_rates[a, b]))
+        return min(measured, 0.5 if len(switches) > 1 else 1.0)
 
     def mesh(ranks: list[int]) -> float:
         together = float(fabric.together[0])
@@ -235,8 +240,11 @@ def loops(fabric: Fabric, grid: RankGrid, traffic: Traffic) -> float:
                     speed = 8.0 if package(a) == package(b) else 4.0
                     inside_seconds.append(traffic.bytes / speed)
                 else:
-                    for end in (a, b):
-                        card_seconds[node(end), package(end)] += traffic.bytes / rate((a, b))
+                    for here, there in ((a, b), (b, a)):
+                        speed = 1.0 if fabric.groups[node(a)] == fabric.groups[node(b)] else 0.5
+                        if fabric.node_rates is not None:
+                            speed = min(speed, float(fabric.node_rates[node(here), node(there)]))
+                        card_seconds[node(here), package(here)] += traffic.bytes / speed
             continue
         for home in homes:
             here = [r for r in group if node(r) == home]
@@ -284,10 +292,13 @@ def problems(draw: st.DrawFn) -> tuple[ParallelLayout, int, list[int], list[Traf
 
 
 @settings(max_examples=80, deadline=None)
-@given(problem=problems())
-def test_costs_are_the_loops(problem: object, toy_directory: Path) -> None:
+@given(problem=problems(), seed=st.one_of(st.none(), st.integers(0, 10**6)))
+def test_costs_are_the_loops(problem: object, seed: int | None, toy_directory: Path) -> None:
     layout, nodes, groups, traffic, permutation = problem  # type: ignore[misc]
-    fabric = Fabric.of(toy_in(toy_directory, aggregate=10), nodes, groups=groups)
+    rates = None
+    if seed is not None:
+        rates = np.random.default_rng(seed).choice([0.1, 0.7, np.nan, 3.0], (nodes, nodes))
+    fabric = Fabric.of(toy_in(toy_directory, aggregate=10), nodes, groups=groups, node_rates=rates)
     for grid in (RankGrid(layout), RankGrid(layout, DENSE_AXES, tuple(permutation))):
         for one in traffic:
             found = axis_cost(fabric, grid, one)
@@ -295,12 +306,15 @@ def test_costs_are_the_loops(problem: object, toy_directory: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(problem=problems())
-def test_never_worse_than_the_default(problem: object, toy_directory: Path) -> None:
+@given(problem=problems(), ascending=st.booleans())
+def test_never_worse_than_the_default(
+    problem: object, ascending: bool, toy_directory: Path
+) -> None:
     layout, nodes, groups, traffic, _ = problem  # type: ignore[misc]
     fabric = Fabric.of(toy_in(toy_directory, aggregate=10), nodes, groups=groups)
-    placed = place(layout, fabric, traffic, swaps=60)
+    placed = place(layout, fabric, traffic, swaps=60, ascending=ascending)
     assert placed.seconds is not None
+    assert placed.grid.ascending() or not ascending
     default = sum(one.exposed * loops(fabric, RankGrid(layout), one) for one in traffic)
     mine = sum(one.exposed * loops(fabric, placed.grid, one) for one in traffic)
     assert placed.default_seconds == pytest.approx(default, rel=1e-9)
@@ -356,9 +370,12 @@ def test_swaps_mend_what_no_order_can(toy_directory: Path) -> None:
     layout = ParallelLayout(tp=3, pp=4)
     traffic = [Traffic(("tp",), "all_reduce", 8), Traffic(("pp",), "chain", 1)]
     ordered = place(layout, fabric, traffic, swaps=0)
-    swapped = place(layout, fabric, traffic, swaps=600)
+    swapped = place(layout, fabric, traffic, swaps=600, ascending=False)
     assert [one.seconds for one in ordered.costs] == pytest.approx([32 / 3, 3.0])
     assert [one.seconds for one in swapped.costs] == pytest.approx([32 / 3, 2.0])
+    assert not swapped.grid.ascending()
+    kept = place(layout, fabric, traffic, swaps=600)
+    assert kept.grid.ascending()
 
 
 def test_nodes_move_away_from_a_slow_link(toy_directory: Path) -> None:

@@ -150,6 +150,38 @@ scheduling:
     assert machine.scheduling.provenance().source == "scontrol show partition"
 
 
+def test_the_most_specific_doubt_holds(tmp_path: Path) -> None:
+    text = MINIMAL.replace(
+        "devices: 2, device: {name: G, vendor: nvidia}",
+        "devices: 2, device: {name: G, vendor: nvidia, peak_flops: {bf16: 1e12, fp8: 2e12}}, "
+        "doubts: {device: {confidence: medium}, device.peak_flops.fp8: {confidence: low, "
+        "source: a friend, as_of: '2026'}}",
+    )
+    machine = get_machine(write(tmp_path, text))
+    said = {fact.path: str(fact.provenance) for fact in machine.facts()}
+    assert said["node.devices"] == "me (high confidence)"
+    assert said["node.device.peak_flops.bf16"] == "me (medium confidence)"
+    assert said["node.device.peak_flops.fp8"] == "a friend, 2026 (low confidence)"
+    assert [fact.path for fact in machine.low_confidence()] == ["node.device.peak_flops.fp8"]
+
+
+def test_low_confidence_is_rendered_only_when_asked_for(tmp_path: Path) -> None:
+    text = MINIMAL.replace(
+        "environment: {",
+        "environment: {variables: [{name: SURE, value: a, why: y}, {name: MAYBE, value: b, "
+        "why: y, confidence: low}, {name: HEARD, value: c, why: y}], doubts: {variables.2: "
+        "{confidence: low, source: rumour}}, ",
+    ).replace("launch: {", "launch: {srun: [{option: --maybe=1, why: y, confidence: low}], ")
+    machine = get_machine(write(tmp_path, text))
+    assert [v.name for v in machine.environment(1)] == ["SURE"]
+    asked = machine.environment(1, include_low=True)
+    assert [(v.name, v.confidence, v.source) for v in asked] == [
+        ("SURE", "high", "me"), ("MAYBE", "low", "me"), ("HEARD", "low", "rumour"),
+    ]  # fmt: skip
+    assert machine.srun_options(1) == []
+    assert [o.tokens for o in machine.srun_options(1, include_low=True)] == [("--maybe=1",)]
+
+
 def test_changes_need_a_source(tmp_path: Path) -> None:
     text = "base: frontier\nname: a\nscheduling: {max_queued_jobs: 5}\n"
     assert "scheduling: changes values of a block of its base without saying" in fault(

@@ -208,6 +208,13 @@ def test_frontier_limits_name_what_would_be_right() -> None:
     assert "account" in account.text
 
 
+def test_limits_of_partition_and_qos_hold_together() -> None:
+    scheduling = get_machine("frontier").scheduling
+    assert scheduling.longest_walltime(100) == 6 * HOURS
+    assert scheduling.longest_walltime(100, qos="debug") == 2 * HOURS
+    assert scheduling.longest_walltime(100, qos="of another site") == 6 * HOURS
+
+
 def test_unknown_partitions_are_a_warning() -> None:
     (violation,) = get_machine("frontier").scheduling.check(10, 99 * HOURS, "new-partition")
     assert not violation.certain
