@@ -349,6 +349,44 @@ def test_ascending_groups() -> None:
     assert not swapped.ascending("tp")
 
 
+MESH = """
+import random
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from hpctrain.layout import DEFAULT_ORDER, DENSE_AXES, EXPERT_AXES, ParallelLayout, RankGrid
+
+layout = ParallelLayout(tp=2, cp=2, pp=2, dp_replicate=2, dp_shard=2, ep=4)
+turned = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
+shuffled = tuple(random.Random(3).sample(range(32), 32))
+sorted_by_torch = 0
+for order, permutation in ((DEFAULT_ORDER, None), (turned, None), (DEFAULT_ORDER, shuffled)):
+    grid = RankGrid(layout, order, permutation)
+    for rank in (0, 5, 17, 31):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=32)
+        for names in (DENSE_AXES, EXPERT_AXES):
+            mesh = DeviceMesh("cpu", torch.from_numpy(grid.rank_array(names)), mesh_dim_names=names)
+            for axis in names:
+                ours = grid.group_of(rank, axis)
+                torchs = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+                assert torchs == tuple(sorted(ours)), (axis, rank)
+                assert mesh[axis].mesh.tolist() == list(ours)
+                if torchs != ours:
+                    sorted_by_torch += 1
+                    assert not grid.ascending()
+            at = dict(zip(names, mesh.get_coordinate()))
+            assert at == {axis: grid.coordinates(rank)[axis] for axis in names}
+        dist.destroy_process_group()
+assert sorted_by_torch, "torch no longer sorts groups: placements may stop caring"
+"""
+
+
+def test_device_meshes_of_torch_hold_our_groups() -> None:
+    """Meshes over 32 fake ranks; in a process of its own, for the process group it makes."""
+    subprocess.run([sys.executable, "-c", MESH], check=True, timeout=120)
+
+
 # ---- grid: faults --------------------------------------------------------------------------
 
 

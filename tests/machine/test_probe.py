@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from hpctrain.machine.probe import (
     switch_groups_of,
 )
 from hpctrain.machine.probe import _enrich as enrich
+from hpctrain.testing.slurm import SlurmCluster
 
 
 class Tree:
@@ -289,7 +291,8 @@ def test_a_probed_node_becomes_a_site_file(
     assert machine.link_class(0, machine.devices_per_node) in ("rail", "switch_group")
 
 
-# As printed by scontrol 22.05 on a four-node cluster, cut to the fields that differ.
+# Lines of scontrol 22.05 with the fields that matter; test_partitions_of_a_real_slurm reads whole
+# ones.
 SCONTROL = """\
 PartitionName=debug AllowGroups=ALL AllocNodes=ALL Default=YES QoS=N/A DefaultTime=NONE \
 MaxNodes=UNLIMITED MaxTime=01:00:00 MinNodes=0 LLN=NO Nodes=ux[1-4] OverSubscribe=NO State=UP \
@@ -306,6 +309,31 @@ def test_partitions_from_scontrol() -> None:
         "long": {"max_nodes": 3, "min_nodes": 2, "exclusive": True},
     }
     assert partitions_from_scontrol("") == {}
+
+
+@pytest.mark.slurm
+def test_partitions_of_a_real_slurm(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    listing = subprocess.run(
+        ["scontrol", "show", "partition", "--oneliner"],
+        env={**os.environ, **slurm_cluster.env},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    partitions = partitions_from_scontrol(listing)
+    assert partitions["batch"]["default"]
+    assert partitions["short"]["max_walltime"] == "00:02:00"
+    assert partitions["single"]["max_nodes"] == 1
+    document = site_document(probe_node(), "real", as_of="2026-09-01", partitions=partitions)
+    path = tmp_path / "real.yaml"
+    path.write_text(yaml.safe_dump(document))
+    scheduling = get_machine(path).scheduling
+    assert scheduling.default_partition == "batch"
+    assert scheduling.longest_walltime(1) == 3600
+    assert [v.certain for v in scheduling.check(2, 121, "short")] == [True]
+    assert scheduling.check(2, 120, "short") == []
+    assert len(scheduling.check(2, 60, "single")) == 1
 
 
 # ---- switches ------------------------------------------------------------------------------
