@@ -8,7 +8,7 @@ Two factorisations of the same ranks are folded over each other (MoE Parallel Fo
 Both share ``pp``: a pipeline stage owns one set of ranks, whichever mesh looks at it. Inside a
 stage the ranks are numbered by the dense axes, and the expert axes cut that number again.
 
-An axis order is written outermost first: in ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``
+An axis order is written outermost first: in ``("dp_replicate", "pp", "dp_shard", "cp", "tp")``
 the tensor-parallel coordinate changes fastest, so tensor-parallel groups are neighbours.
 
 numpy is imported inside the functions that return arrays and nowhere else.
@@ -16,6 +16,7 @@ numpy is imported inside the functions that return arrays and nowhere else.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the dense mesh in the order of ``rank_array`` (outermost first)."""
+
+DEFAULT_ORDER = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
+"""How ranks are numbered unless asked otherwise: tensor parallel groups are neighbours, then
+context (with the experts, which fold over what lies inside a stage), shard, pipeline, replicate."""
 
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 """Axes of the expert mesh, outermost first; ``pp`` is the dense mesh's own."""
@@ -70,6 +75,68 @@ def nearest_multiples(step: int, wanted: int) -> tuple[int, ...]:
     low = wanted // step * step
     high = -(-wanted // step) * step
     return tuple(sorted({value for value in (low, high) if value > 0}))
+
+
+def balanced_shares(
+    total: int,
+    speeds: Sequence[float],
+    *,
+    minimum: int = 0,
+    limits: Sequence[int | None] | None = None,
+) -> tuple[int, ...]:
+    """Equal units of work over workers of unequal speed, so that the slowest ends earliest.
+
+    Layers over pipeline stages, micro-batches over replicas, rows over shards where devices are
+    unequal. Each unit goes to the worker that would end it first, which is optimal for equal
+    units on uniformly faster or slower machines.
+
+    Args:
+        total: units to hand out.
+        speeds: units a second of each worker, above 0.
+        minimum: units that every worker gets in any case.
+        limits: most units a worker can take (its memory); None is no limit.
+
+    Returns:
+        Units of each worker; they sum to ``total``.
+
+    Raises:
+        ImpossibleError: ``minimum`` or ``limits`` leave no way to hand out ``total``.
+        ValueError: a speed that is not above 0.
+    """
+    if not speeds or any(not speed > 0 for speed in speeds):
+        raise ValueError(f"speeds {list(speeds)!r} must all be above 0")
+    caps = [math.inf if c is None else c for c in limits or [None] * len(speeds)]
+    if len(caps) != len(speeds):
+        raise ValueError(f"{len(caps)} limits for {len(speeds)} workers")
+    if total < minimum * len(speeds):
+        raise ImpossibleError(
+            f"{total} units cannot give each of {len(speeds)} workers at least {minimum}",
+            hint=f"nearest possible: {minimum * len(speeds)} units, or {total // minimum} workers",
+        )
+    if sum(caps) < total or any(cap < minimum for cap in caps):
+        raise ImpossibleError(
+            f"{total} units do not fit: the workers can take {list(limits or ())} at most"
+            + (f" and need {minimum} each" if minimum else "")
+        )
+    shares = [minimum] * len(speeds)
+    if limits is None:
+        # No worker ends with fewer units than total·speed/Σspeeds - 1 (else the last unit would
+        # have gone to it), so only a few are left for the heap.
+        sure = [max(0, int(total * speed / sum(speeds)) - 1) for speed in speeds]
+        if min(sure) >= minimum:
+            shares = sure
+    heap = [
+        ((share + 1) / speed, index)
+        for index, (share, speed, cap) in enumerate(zip(shares, speeds, caps, strict=True))
+        if share < cap
+    ]
+    heapq.heapify(heap)
+    for _ in range(total - sum(shares)):
+        _, index = heapq.heappop(heap)
+        shares[index] += 1
+        if shares[index] < caps[index]:
+            heapq.heappush(heap, ((shares[index] + 1) / speeds[index], index))
+    return tuple(shares)
 
 
 def _either(values: Iterable[int]) -> str:
@@ -300,7 +367,7 @@ class RankGrid:
     """
 
     layout: ParallelLayout
-    order: tuple[str, ...] = DENSE_AXES
+    order: tuple[str, ...] = DEFAULT_ORDER
     permutation: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -321,7 +388,7 @@ class RankGrid:
     def from_sizes(
         cls,
         sizes: Mapping[str, int],
-        order: Sequence[str] = DENSE_AXES,
+        order: Sequence[str] = DEFAULT_ORDER,
         permutation: Sequence[int] | None = None,
     ) -> RankGrid:
         """A grid from axis sizes; axes that are not named have size 1. ``edp`` follows."""
@@ -480,6 +547,21 @@ class RankGrid:
         others = [axis for axis in mesh_of(names) if axis not in names]
         size = math.prod(self.layout.size(axis) for axis in names)
         return self.rank_array((*others, *names)).reshape(-1, size)
+
+    def ascending(self, *axes: str) -> bool:
+        """Whether every group along ``axes`` taken together lists its ranks in ascending order.
+
+        torch sorts the ranks of a process group, so only then is a rank's number in the group
+        its place in the mesh, which sharded collectives rely on. Without arguments: along every
+        single axis of the dense mesh, and of the expert mesh where there are experts. True for
+        any order as long as nothing is permuted.
+        """
+        if not axes:
+            experts = self.layout.ep * self.layout.etp > 1
+            singles = (*DENSE_AXES, *EXPERT_AXES[1:]) if experts else DENSE_AXES
+            return all(self.layout.size(axis) == 1 or self.ascending(axis) for axis in singles)
+        rows = self.groups(*axes)
+        return bool((rows[:, 1:] > rows[:, :-1]).all())
 
     def coordinate_table(self, axes: Sequence[str] = DENSE_AXES) -> IntArray:
         """Coordinates of all ranks, shape (ranks, len(axes)), for axes of either mesh.

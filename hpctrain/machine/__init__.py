@@ -16,22 +16,10 @@ from hpctrain.machine.hardware import (
     NodeTopology,
     Slot,
 )
+from hpctrain.machine.launch import Environment, EnvVar, Launch, Option
 from hpctrain.machine.machine import Machine
-from hpctrain.machine.site import (
-    Area,
-    Containers,
-    Environment,
-    EnvVar,
-    Launch,
-    Limits,
-    NodeLocal,
-    Option,
-    Scheduling,
-    Storage,
-    StripeRule,
-    Violation,
-    WalltimeBin,
-)
+from hpctrain.machine.scheduling import Limits, Scheduling, Violation, WalltimeBin
+from hpctrain.machine.storage import Area, Containers, NodeLocal, Storage, StripeRule
 
 __all__ = [
     "Affinity",

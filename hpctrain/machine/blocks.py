@@ -39,7 +39,7 @@ Rate = Annotated[float, Field(gt=0)]
 class Part(BaseModel):
     """Base of everything in a machine file: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Provenance(Part):
@@ -74,24 +74,35 @@ class Block(Provenance):
 
     Attributes:
         notes: sentences for people: traps, advice, what the fields cannot say.
-        doubts: dotted field path inside this block -> its own provenance.
+        doubts: dotted field path inside this block -> its own provenance; covers all that lies
+            below the path, and ``*`` stands for any one step (``nics.*.name``).
     """
 
     notes: tuple[str, ...] = ()
-    doubts: dict[str, Doubt] = {}
+    doubts: dict[str, Doubt] = Field(default_factory=dict)
 
     def provenance(self, path: str = "") -> Provenance:
         """Provenance of a field of this block, by its dotted path, or of the block itself."""
         parts = path.split(".") if path else []
-        for length in range(len(parts), 0, -1):
-            doubt = self.doubts.get(".".join(parts[:length]))
-            if doubt is not None:
-                return Provenance(
-                    source=doubt.source or self.source,
-                    as_of=doubt.as_of or (None if doubt.source else self.as_of),
-                    confidence=doubt.confidence,
-                )
+        longest = max(
+            (pattern for pattern in self.doubts if _covers(pattern.split("."), parts)),
+            key=lambda pattern: pattern.count("."),
+            default=None,
+        )
+        if longest is not None:
+            doubt = self.doubts[longest]
+            return Provenance(
+                source=doubt.source or self.source,
+                as_of=doubt.as_of or (None if doubt.source else self.as_of),
+                confidence=doubt.confidence,
+            )
         return Provenance(source=self.source, as_of=self.as_of, confidence=self.confidence)
+
+
+def _covers(pattern: list[str], path: list[str]) -> bool:
+    return len(pattern) <= len(path) and all(
+        want in ("*", have) for want, have in zip(pattern, path, strict=False)
+    )
 
 
 class When(Part):
@@ -156,7 +167,9 @@ def _walk(
             )
     if isinstance(value, Part):
         entries: Any = (
-            (name, getattr(value, name)) for name in type(value).model_fields if name not in _ABOUT
+            (field.alias or name, getattr(value, name))
+            for name, field in type(value).model_fields.items()
+            if name not in _ABOUT and name in value.model_fields_set
         )
     elif isinstance(value, dict):
         entries = value.items()

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,7 +15,6 @@ from hpctrain.errors import UsageError
 from hpctrain.machine.machine import Machine
 
 SITES = Path(__file__).parent / "sites"
-_LIST_ALL = "`hpctrain site list` shows all"
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -26,7 +25,7 @@ class _SiteLoader(_Loader):  # type: ignore[misc]
     ``no`` is text, ``1e9`` a number, ``12:00:00`` text, ``010`` ten.
     """
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, Any] = {}
@@ -88,7 +87,7 @@ def get_machine(name_or_path: str | Path) -> Machine:
     near = difflib.get_close_matches(lowered, [*names, *aliases], n=1, cutoff=0.6)
     raise UsageError(
         f"machine {text!r} is not known"
-        + (f"; did you mean {near[0]}?" if near else "")
+        + (f"; did you mean {near[0]}?" if near else ".")
         + f" Known: {', '.join(names)}",
         hint="or give the path of a site file of your own",
     )
@@ -107,8 +106,9 @@ def _aliases(names: tuple[str, ...]) -> dict[str, str]:
 def load_site(path: Path) -> Machine:
     """The machine of one site file.
 
-    A file may start from another one with ``base: NAME``: mappings are merged key by key,
-    everything else replaces. A block that changes anything has to give its own source.
+    A file may start from another one with ``base: NAME``: mappings are merged key by key, a
+    mapping set to null is dropped, everything else replaces. A block that changes anything has
+    to give its own source.
 
     Raises:
         UsageError: see get_machine.
@@ -119,7 +119,7 @@ def load_site(path: Path) -> Machine:
     except ValidationError as error:
         raise UsageError("\n".join(_faults(path, error))) from None
     if machine.kind == "local":
-        from hpctrain.machine.probe import fit_to_host
+        from hpctrain.machine.compare import fit_to_host
 
         return fit_to_host(machine)
     return machine
@@ -159,7 +159,9 @@ def _resolve(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
             f"{path}: base: {base!r} is neither a known machine nor a file beside it; "
             f"known: {', '.join(machine_names())}"
         )
-    return _merge(_resolve(parent, (*below, path)), document, path, "")
+    merged = _merge(_resolve(parent, (*below, path)), document, path, "")
+    assert isinstance(merged, dict)
+    return merged
 
 
 def _merge(base: Any, over: Any, path: Path, key: str) -> Any:
@@ -172,13 +174,16 @@ def _merge(base: Any, over: Any, path: Path, key: str) -> Any:
         )
     merged = dict(base)
     if "source" in base:
-        # Notes and doubts belong to the source that is replaced.
+        # The date and the notes belong to the source that is replaced; doubts name their own.
         merged = {k: v for k, v in base.items() if k not in ("as_of", "notes")}
     if not key:
         merged.pop("aliases", None)
     for name, value in over.items():
         inner = f"{key}.{name}" if key else str(name)
-        merged[name] = _merge(merged.get(name), value, path, inner)
+        if value is None and isinstance(merged.get(name), dict):
+            del merged[name]
+        else:
+            merged[name] = _merge(merged.get(name), value, path, inner)
     return merged
 
 

@@ -55,7 +55,7 @@ class Device(Part):
     vendor: Literal["amd", "nvidia", "intel", "cpu"]
     memory_bytes: Bytes | None = None
     memory_bandwidth: Rate | None = None
-    peak_flops: dict[str, float | None] = {}
+    peak_flops: dict[str, float | None] = Field(default_factory=dict)
     arch: str | None = None
 
 
@@ -156,11 +156,14 @@ class LinkClass(Block):
     """Speed between two devices over one class of link.
 
     Attributes:
-        bandwidth: bytes/s one way that one device can send; None where unknown.
+        bandwidth: bytes/s one way between two devices alone; None where unknown.
+        aggregate: bytes/s one way that a device can send to all its peers of this class
+            together; None: not stated, then no more than ``bandwidth`` is counted on.
         latency: seconds for a small message, one way; None where unknown.
     """
 
     bandwidth: Rate | None = None
+    aggregate: Rate | None = None
     latency: Annotated[float, Field(ge=0)] | None = None
 
 
@@ -212,7 +215,7 @@ class Slot(Part):
     Attributes:
         cores: physical cores.
         device: device number as the whole node counts it.
-        numa: NUMA domain of the cores.
+        numa: NUMA domain that the device hangs on, which the cores need not share.
     """
 
     cores: CpuList | None = None

@@ -10,15 +10,10 @@ from pydantic import Field, model_validator
 from hpctrain.errors import ImpossibleError
 from hpctrain.machine.blocks import Fact, Part, facts
 from hpctrain.machine.hardware import Affinity, LinkClass, LinkKind, Links, Network, NodeTopology
-from hpctrain.machine.site import (
-    Containers,
-    Environment,
-    EnvVar,
-    Launch,
-    Option,
-    Scheduling,
-    Storage,
-)
+from hpctrain.machine.launch import Environment, EnvVar, Launch, Option
+from hpctrain.machine.scheduling import Scheduling
+from hpctrain.machine.storage import Containers, Storage
+
 
 class Machine(Part):
     """One machine, as a site file describes it or as the local host is.
@@ -165,8 +160,10 @@ class Machine(Part):
             groups = self.switch_groups(max(node_a, node_b) + 1)
         if groups[node_a] != groups[node_b]:
             return LinkKind.GLOBAL
-        return LinkKind.RAIL if self._rail(devices[a]) == self._rail(devices[b]) else (
-            LinkKind.SWITCH_GROUP
+        return (
+            LinkKind.RAIL
+            if self._rail(devices[a]) == self._rail(devices[b])
+            else (LinkKind.SWITCH_GROUP)
         )
 
     def _rail(self, device: int) -> int:

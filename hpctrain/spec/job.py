@@ -192,8 +192,8 @@ class DataSpec(Section):
 
     path: OptionalText = Field(
         None,
-        description="HDF5 token file written by `hpctrain data tokenize`; relative to the directory "
-        "you submit from.",
+        description="HDF5 token file written by `hpctrain data tokenize`; relative to the "
+        "directory you submit from.",
     )
     sequence_length: OptionalCount = Field(None, description="Tokens a sample.")
     shuffle_block: Count = Field(

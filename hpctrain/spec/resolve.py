@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpctrain.errors import ImpossibleError
+from hpctrain.layout import ParallelLayout
 from hpctrain.spec.job import JobSpec, default_ffn_hidden
 from hpctrain.spec.load import Job, Source
 
@@ -41,15 +42,11 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
         ranks_per_node = values["ranks_per_node"] = site.devices_per_node or 1
     world = spec.nodes * ranks_per_node
     data = spec.parallel.data
-    if data == "auto":
-        data = values["parallel.data"] = world
-    if data != world:
-        raise _impossible(
-            job,
-            "parallel.data",
-            f"{data} data-parallel ranks on {world} ranks ({spec.nodes} nodes x "
-            f"{ranks_per_node}); write auto or {world}",
-        )
+    try:
+        layout = ParallelLayout.resolve(world, data=data)
+    except ImpossibleError as error:
+        raise ImpossibleError(str(job.locate("parallel.data", str(error)))) from None
+    data = values["parallel.data"] = layout.dp
     values |= _batch(job, data)
     values |= _model(spec)
     if spec.checkpoint.every is None:
@@ -67,6 +64,17 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
         if key not in sources or key.endswith(("data", "micro_batch", "ranks_per_node")):
             sources[key] = Source("resolved", "worked out from the other keys")
     return dataclasses.replace(job, spec=changed, sources=sources)
+
+
+def layout_of(spec: JobSpec) -> ParallelLayout:
+    """The layout of a resolved job."""
+    assert isinstance(spec.parallel.data, int)
+    assert isinstance(spec.ranks_per_node, int)
+    return ParallelLayout.resolve(
+        spec.nodes * spec.ranks_per_node,
+        data=spec.parallel.data,
+        shard=1 if spec.parallel.sharding == "none" else "auto",
+    )
 
 
 def _batch(job: Job, data: int) -> dict[str, Any]:

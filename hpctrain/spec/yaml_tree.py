@@ -27,7 +27,7 @@ _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
     r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
-_STR = "tag:yaml.org,2002:str"
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 _MAX_DEPTH = 50
 _MAX_NODES = 100_000
 
@@ -123,7 +123,7 @@ class _Builder:
             self._problem(path, node, "nested too deep, or aliases that repeat without end")
             return None
         self.marks.setdefault(path, self._mark(node))
-        if not node.tag.startswith("tag:yaml.org,2002:"):
+        if node.tag not in _TAGS:
             self._problem(path, node, f"tag {node.tag} is not taken here; write plain YAML")
             return None
         if isinstance(node, yaml.ScalarNode):

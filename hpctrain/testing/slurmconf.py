@@ -73,7 +73,7 @@ _PARTITIONS = (
     "batch Nodes=ALL Default=YES MaxTime=60 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
     "short Nodes=ALL MaxTime=2 DefaultTime=1 PriorityTier=10 PreemptMode=OFF",
     "single Nodes=ALL MaxNodes=1 MaxTime=60 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
-    "low Nodes=ALL MaxTime=60 DefaultTime=10 PriorityTier=1 PreemptMode=REQUEUE GraceTime=5",
+    "low Nodes=ALL MaxTime=60 DefaultTime=10 PriorityTier=1 PreemptMode=REQUEUE",
     "urgent Nodes=ALL MaxTime=60 DefaultTime=10 PriorityTier=100 PreemptMode=OFF",
 )
 
@@ -103,7 +103,7 @@ def slurm_conf(
         "AuthInfo": f"socket={root}/munge/socket,cred_expire=5",
         "StateSaveLocation": f"{root}/spool/controller",
         "SlurmdSpoolDir": f"{root}/spool/%n",
-        "TmpFS": f"{root}/tmp/%n",
+        "TmpFS": f"{root}/local/%n",
         "SlurmctldPidFile": f"{root}/run/slurmctld.pid",
         "SlurmdPidFile": f"{root}/run/%n.pid",
         "SlurmctldLogFile": f"{root}/log/slurmctld.log",
@@ -117,7 +117,7 @@ def slurm_conf(
         "DefMemPerCPU": str(max(1, shape.memory_mb // shape.cpus)),
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
-        "ReturnToService": "2",
+        "ReturnToService": "1",
         "EnforcePartLimits": "ALL",
         "JobRequeue": "1",
         "FirstJobId": str(first_job_id),

@@ -1,52 +1,17 @@
-"""How a site wants jobs launched, what it limits, and where files go."""
+"""Partitions, QOS and limits of a site, and whether a request keeps to them."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from hpctrain.machine.blocks import Block, Bytes, Confidence, Part, Provenance, Rate, Walltime, When
+from hpctrain.machine.blocks import Block, Confidence, Part, Walltime
 from hpctrain.units import format_walltime
 
 Count = Annotated[int, Field(ge=0)]
-
-
-@dataclass(frozen=True, slots=True)
-class EnvVar:
-    """One environment variable to render.
-
-    Attributes:
-        name, value: as exported; ``value`` is literal text unless ``expand``.
-        expand: ``${NAME}`` in the value is for the shell to expand on the node.
-        source: where the value was read.
-        confidence: of that source.
-        why: what it is for.
-    """
-
-    name: str
-    value: str
-    source: str
-    why: str
-    confidence: Confidence = "high"
-    expand: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One srun or sbatch option to render.
-
-    Attributes:
-        tokens: argument tokens, unquoted.
-        source, confidence, why: as in EnvVar.
-    """
-
-    tokens: tuple[str, ...]
-    source: str
-    why: str
-    confidence: Confidence = "high"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,119 +35,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.text} [{self.source}; {self.confidence} confidence]"
-
-
-class _Entry(Part):
-    """An entry of a block that may have its own provenance."""
-
-    why: str = Field(min_length=1)
-    when: When = When()
-    source: str | None = None
-    confidence: Confidence | None = None
-
-
-class VariableSpec(_Entry):
-    """An environment variable of a site file; see EnvVar."""
-
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    value: str
-    expand: bool = False
-
-
-class OptionSpec(_Entry):
-    """An option of a site file: ``option`` is split as a shell would, without expansion."""
-
-    option: str = Field(pattern=r"^-")
-
-
-class Launch(Block):
-    """How ranks are started.
-
-    Attributes:
-        mpi: type for ``srun --mpi=``; None keeps the site's default.
-        srun, sbatch: options beside those that the launcher renders itself (nodes, tasks,
-            cpus-per-task, walltime, output, kill-on-bad-exit).
-    """
-
-    mpi: str | None = None
-    srun: tuple[OptionSpec, ...] = ()
-    sbatch: tuple[OptionSpec, ...] = ()
-
-    def options(
-        self, command: Literal["srun", "sbatch"], nodes: int, *, include_low: bool = False
-    ) -> list[Option]:
-        """Options of a job of ``nodes`` nodes, low-confidence ones only if asked for."""
-        found = []
-        for index, spec in enumerate(getattr(self, command)):
-            origin = _origin(self, f"{command}.{index}", spec)
-            if spec.when.holds(nodes) and (include_low or origin.confidence != "low"):
-                found.append(
-                    Option(
-                        tuple(shlex.split(spec.option)), origin.source, spec.why, origin.confidence
-                    )
-                )
-        return found
-
-
-class Environment(Block):
-    """Modules, variables and what has to exist on a node before the ranks start.
-
-    Attributes:
-        modules: for ``module load``, in order.
-        variables: rendered as quoted exports.
-        node_directories: made empty on every node before the first step; may hold ``${NAME}``.
-        mpi4py_build: how mpi4py is built against the site's MPI.
-        proxy: how compute nodes reach the internet, if at all.
-    """
-
-    modules: tuple[str, ...] = ()
-    variables: tuple[VariableSpec, ...] = ()
-    node_directories: tuple[str, ...] = ()
-    mpi4py_build: str | None = None
-    proxy: str | None = None
-
-    @model_validator(mode="after")
-    def _no_overlap(self) -> Environment:
-        for index, one in enumerate(self.variables):
-            for other in self.variables[:index]:
-                if one.name == other.name and _overlap(one.when, other.when):
-                    raise ValueError(
-                        f"variables: {one.name} has two values for the same node count "
-                        f"({other.value!r} and {one.value!r})"
-                    )
-        return self
-
-    def render(self, nodes: int, *, include_low: bool = False) -> list[EnvVar]:
-        """Variables of a job of ``nodes`` nodes, low-confidence ones only if asked for."""
-        found = []
-        for index, spec in enumerate(self.variables):
-            origin = _origin(self, f"variables.{index}", spec)
-            if spec.when.holds(nodes) and (include_low or origin.confidence != "low"):
-                found.append(
-                    EnvVar(
-                        spec.name,
-                        spec.value,
-                        origin.source,
-                        spec.why,
-                        origin.confidence,
-                        spec.expand,
-                    )
-                )
-        return found
-
-
-def _overlap(one: When, other: When) -> bool:
-    first = max(one.min_nodes, other.min_nodes)
-    return one.holds(first) and other.holds(first)
-
-
-def _origin(block: Block, path: str, spec: _Entry) -> Provenance:
-    base = block.provenance(path)
-    return Provenance(
-        source=spec.source or base.source,
-        as_of=None if spec.source else base.as_of,
-        confidence=spec.confidence or base.confidence,
-    )
 
 
 class WalltimeBin(Part):
@@ -227,7 +79,7 @@ class Limits(Part):
     @classmethod
     def _disjoint(cls, bins: tuple[WalltimeBin, ...]) -> tuple[WalltimeBin, ...]:
         ordered = sorted(bins, key=lambda one: one.min_nodes)
-        for low, high in zip(ordered, ordered[1:], strict=False):
+        for low, high in pairwise(ordered):
             if high.min_nodes <= low.max_nodes:
                 raise ValueError(
                     f"walltime bins overlap: {low.min_nodes}-{low.max_nodes} and "
@@ -238,9 +90,7 @@ class Limits(Part):
     def longest_walltime(self, nodes: int) -> int | None:
         """Seconds that a job of ``nodes`` nodes may run; None where no limit is known."""
         limits = [] if self.max_walltime is None else [self.max_walltime]
-        limits += [
-            one.max_walltime for one in self.bins if one.min_nodes <= nodes <= one.max_nodes
-        ]
+        limits += [one.max_walltime for one in self.bins if one.min_nodes <= nodes <= one.max_nodes]
         if self.max_node_minutes is not None:
             limits.append(self.max_node_minutes * 60 // nodes)
         return min(limits, default=None)
@@ -271,8 +121,8 @@ class Scheduling(Block):
     default_partition: str | None = None
     default_qos: str | None = None
     account_required: bool = False
-    partitions: dict[str, Limits] = {}
-    qos: dict[str, Limits] = {}
+    partitions: dict[str, Limits] = Field(default_factory=dict)
+    qos: dict[str, Limits] = Field(default_factory=dict)
     max_queued_jobs: Count | None = None
     max_eligible_jobs: Count | None = None
     charge: str | None = None
@@ -331,13 +181,15 @@ class Scheduling(Block):
                 the site wants one).
             queued_jobs: jobs that the user would have in the queue with this one.
         """
-        found = []
+        found = self._unknown_names(partition, qos)
         for where, limits in self.limits(partition, qos).items():
             found += self._against(where, limits, nodes, walltime_seconds, queued_jobs)
         base = self.provenance()
         if account == "" and self.account_required:
             found.append(
-                Violation("the site wants an account (slurm.account)", str(base.source), base.confidence)
+                Violation(
+                    "the site wants an account (slurm.account)", str(base.source), base.confidence
+                )
             )
         if (
             queued_jobs is not None
@@ -352,6 +204,22 @@ class Scheduling(Block):
                 )
             )
         return found
+
+    def _unknown_names(self, partition: str | None, qos: str | None) -> list[Violation]:
+        """Names the file does not list; never certain, since sites open partitions at will."""
+        return [
+            Violation(
+                f"{what} {name} is not among those known here ({', '.join(table)}): "
+                "its limits are not checked",
+                self.source,
+                "low",
+            )
+            for what, name, table in (
+                ("partition", partition, self.partitions),
+                ("qos", qos, self.qos),
+            )
+            if name is not None and table and name not in table
+        ]
 
     def _against(
         self, where: str, limits: Limits, nodes: int, walltime: int | None, queued: int | None
@@ -383,14 +251,14 @@ class Scheduling(Block):
                     f"node{'s' if nodes > 1 else ''}{self._longer(limits, walltime)}",
                 )
             )
-        if queued is not None and limits.max_queued_jobs is not None:
-            if queued > limits.max_queued_jobs:
-                found.append(
-                    broken(
-                        "max_queued_jobs",
-                        f"{queued} jobs in the queue, {limits.max_queued_jobs} are allowed",
-                    )
+        most = limits.max_queued_jobs
+        if queued is not None and most is not None and queued > most:
+            found.append(
+                broken(
+                    "max_queued_jobs",
+                    f"{queued} jobs in the queue, {most} are allowed",
                 )
+            )
         return found
 
     @staticmethod
@@ -398,93 +266,3 @@ class Scheduling(Block):
         """Which node counts of the same limits allow the walltime, in words."""
         fits = [one.min_nodes for one in limits.bins if one.max_walltime >= walltime]
         return f" (jobs of {min(fits)} nodes and more may)" if fits else ""
-
-
-class Area(Part):
-    """A place for files.
-
-    Attributes:
-        path: may hold ``${NAME}`` and ``<placeholders>``.
-        kind: file system.
-        quota, purge_days, note: what limits it.
-    """
-
-    path: str
-    kind: str | None = None
-    quota: str | None = None
-    purge_days: int | None = None
-    note: str | None = None
-
-
-class StripeRule(Part):
-    """Striping for shared files of at least ``min_bytes``."""
-
-    min_bytes: Bytes = 0
-    count: int
-    size: Bytes | None = None
-    pool: str | None = None
-
-
-class NodeLocal(Part):
-    """Storage of one node, gone with the job.
-
-    Attributes:
-        path: where it is mounted; None where there is none.
-        kind: ``ram`` counts against the job's memory.
-        constraint: sbatch option that brings it.
-        read, write: bytes/s.
-    """
-
-    path: str | None
-    kind: Literal["nvme", "ssd", "ram", "none", "site"]
-    constraint: str | None = None
-    capacity: Bytes | None = None
-    read: Rate | None = None
-    write: Rate | None = None
-
-
-class Storage(Block):
-    """File systems and how to write to them.
-
-    Attributes:
-        areas: by role: ``scratch``, ``home``, ``project``, ``flash`` …
-        checkpoint_area: the role that checkpoints should go to.
-        stripe: rules for shared files, smallest first; empty: leave the default alone.
-        stripe_advice: the same in words.
-        node_local: node-local storage.
-        python_env: how a Python environment should reach the nodes.
-    """
-
-    areas: dict[str, Area] = {}
-    checkpoint_area: str | None = None
-    stripe: tuple[StripeRule, ...] = ()
-    stripe_advice: str | None = None
-    node_local: NodeLocal | None = None
-    python_env: str | None = None
-
-    @model_validator(mode="after")
-    def _area_exists(self) -> Storage:
-        if self.checkpoint_area is not None and self.checkpoint_area not in self.areas:
-            raise ValueError(
-                f"checkpoint_area {self.checkpoint_area!r} is not among {', '.join(self.areas)}"
-            )
-        return self
-
-    def stripe_for(self, nbytes: int) -> StripeRule | None:
-        """The rule for a shared file of that size; None keeps the default."""
-        fits = [rule for rule in self.stripe if rule.min_bytes <= nbytes]
-        return max(fits, key=lambda rule: rule.min_bytes, default=None)
-
-
-class Containers(Block):
-    """Container runtime of a site.
-
-    Attributes:
-        runtime: what starts images.
-        options: srun or sbatch options in the site's own words.
-    """
-
-    runtime: Literal["apptainer", "pyxis", "podman-hpc", "shifter", "container-engine", "none"]
-    options: str | None = None
-
-

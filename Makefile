@@ -1,0 +1,41 @@
+# Two commands: `make quickstart` trains a small model, `make test` runs the whole test suite.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/.local data/english.h5
+	$(BIN)/hpctrain submit docs/examples/quickstart.yaml
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q tests/house
+
+data/english.h5: $(VENV)/.local docs/examples/english_text.py
+	@mkdir -p data
+	$(BIN)/python docs/examples/english_text.py data/english.txt
+	$(BIN)/hpctrain data tokenize data/english.txt -o $@
+
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hpctrain needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.local: $(VENV)/.venv pyproject.toml constraints.txt
+	@echo "installing hpctrain and its pinned dependencies into $(VENV) (PyTorch is the large one)"
+	$(PIP) -e '.[local]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.local
+	$(PIP) -e '.[local,dev,tokenizers,tensorboard,safetensors,plots]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,69 @@
+"""From a job file to a job that can be launched: read, resolve, check. Touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpctrain.machine import Machine
+    from hpctrain.spec import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A resolved job and the machine that it was resolved for."""
+
+    job: Job
+    machine: Machine
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        per_node = self.job.spec.ranks_per_node
+        assert isinstance(per_node, int), "resolve() leaves no auto"
+        return self.job.spec.nodes * per_node
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What resolving asks of a machine."""
+
+    devices_per_node: int | None
+
+
+def _devices(machine: Machine) -> int | None:
+    """Devices that ``auto`` gives a rank each; the cores of the local host are not such."""
+    if machine.kind == "local" and machine.node.device.vendor == "cpu":
+        return None
+    return machine.devices_per_node
+
+
+def load(path: str, overrides: Sequence[str]) -> Prepared:
+    """The job of a file, resolved for its machine and the present directory.
+
+    Raises:
+        UsageError, SpecError: the file, an override or the machine's name is not valid.
+        ImpossibleError: numbers that do not fit the machine or each other.
+    """
+    from hpctrain.spec import read_job
+
+    return prepare(read_job(path, overrides), Path.cwd())
+
+
+def prepare(job: Job, directory: Path) -> Prepared:
+    """The job resolved for its machine, relative paths taken from ``directory``."""
+    from hpctrain.machine import get_machine
+    from hpctrain.spec import resolve
+    from hpctrain.spec.resolve import check
+
+    name = job.spec.machine
+    machine = get_machine(directory / name if "/" in name else name)
+    resolved = resolve(job, _Site(_devices(machine)), directory)
+    check(resolved)
+    ranks_per_node = resolved.spec.ranks_per_node
+    assert isinstance(ranks_per_node, int), "resolve() leaves no auto"
+    machine.check_ranks_per_node(ranks_per_node)
+    return Prepared(resolved, machine)

@@ -1,0 +1,284 @@
+"""Every key of the job file as data for people: type in words, unit, default, meaning.
+
+Derived from the JobSpec models; ``explain``, ``init``, ``schema --markdown`` and
+docs/job-file.md are written from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from hpctrain.errors import UsageError
+from hpctrain.spec import fields
+from hpctrain.spec.job import JobSpec
+from hpctrain.units import format_bytes, format_walltime
+
+# The first piece of metadata of each annotated type is its reader, which tells the types apart.
+_READERS: dict[Any, tuple[str, str]] = {
+    typing.get_args(alias)[1]: (words, unit)
+    for alias, words, unit in (
+        (fields.Text, "text", ""),
+        (fields.OptionalText, "text", ""),
+        (fields.OptionalLine, "text on one line", ""),
+        (fields.Count, "whole number (1000, 1e9, 2.5M)", ""),
+        (fields.OptionalCount, "whole number (1000, 1e9, 2.5M), at least 1", ""),
+        (fields.AutoCount, "whole number, at least 1, or auto", ""),
+        (fields.Number, "number", ""),
+        (fields.OptionalNumber, "number", ""),
+        (fields.Boolean, "true or false", ""),
+        (fields.Size, "size (4096, 64MiB, 1.5GB)", "bytes"),
+        (fields.OptionalSize, "size (4096, 64MiB, 1.5GB)", "bytes"),
+        (fields.Walltime, "walltime (2h, 1h30m, 1-12:00:00)", "seconds"),
+        (fields.OptionalWalltime, "walltime (2h, 1h30m, 1-12:00:00)", "seconds"),
+        (fields.Seconds, "seconds, or 90s, 3m, 1h", "seconds"),
+    )
+}
+
+UNITS = {
+    "nodes": "nodes",
+    "ranks_per_node": "ranks",
+    "model.layers": "blocks",
+    "model.hidden": "elements",
+    "model.heads": "heads",
+    "model.kv_heads": "heads",
+    "model.ffn_hidden": "elements",
+    "model.vocab_size": "tokens",
+    "model.max_positions": "tokens",
+    "parallel.data": "ranks",
+    "data.sequence_length": "tokens",
+    "data.shuffle_block": "samples",
+    "train.steps": "steps",
+    "train.global_batch": "samples",
+    "train.micro_batch": "samples",
+    "train.schedule.warmup_steps": "steps",
+    "train.schedule.decay_steps": "steps",
+    "train.log_every": "steps",
+    "checkpoint.every": "steps",
+    "checkpoint.keep": "checkpoints",
+    "slurm.cpus_per_task": "cores",
+}
+"""What a count counts; sizes and times have their unit from their type."""
+
+_BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "more than"), (Le, "le", "at most"),
+           (Lt, "lt", "less than"))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the job file.
+
+    Attributes:
+        key: dotted, for example ``train.lr``.
+        type: what may stand there, in words.
+        unit: of a number; empty where it has none.
+        required: whether a job must give it.
+        default: as it would be written, ``not given``, or empty where ``required``.
+        derived: the default is worked out from what ``default`` names.
+        meaning: its description.
+        section: whether it holds further keys.
+        shorthand: of a section, the key that a bare value in its place means.
+    """
+
+    key: str
+    type: str
+    unit: str
+    required: bool
+    default: str
+    derived: bool
+    meaning: str
+    section: bool = False
+    shorthand: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def all_keys(section: Any = JobSpec, prefix: str = "") -> Iterator[Key]:
+    """All keys in the order of the file, a section before what it holds."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    for name, info in section.model_fields.items():
+        key = f"{prefix}{name}"
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, fields.Section):
+            yield Key(
+                key,
+                "section",
+                "",
+                info.is_required(),
+                "",
+                False,
+                info.description or "",
+                True,
+                f"{key}.{inner.scalar_key}" if inner.scalar_key else "",
+            )
+            yield from all_keys(inner, f"{key}.")
+        else:
+            words, unit = _type(hints[name], info)
+            meaning, derived = _meaning(info.description or "")
+            default = "" if info.is_required() else derived or _default(info)
+            unit = unit or UNITS.get(key, "")
+            yield Key(key, words, unit, info.is_required(), default, bool(derived), meaning)
+
+
+def find_key(name: str) -> Key:
+    """The key of that name.
+
+    Raises:
+        UsageError: there is none; names the nearest.
+    """
+    known = {key.key: key for key in all_keys()}
+    if name in known:
+        return known[name]
+    # Values below a free-form mapping belong to it: env.NAME, model.args.width.
+    parent = name.rpartition(".")[0]
+    while parent:
+        if parent in known and not known[parent].section:
+            return known[parent]
+        parent = parent.rpartition(".")[0]
+    last = name.rpartition(".")[2]
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    close = same or difflib.get_close_matches(name, known, 3, 0.6)
+    close = close or [
+        key for key in known
+        if difflib.SequenceMatcher(None, last, key.rpartition(".")[2]).ratio() > 0.75
+    ][:3]  # fmt: skip
+    hint = (
+        f"did you mean {' or '.join(close)}?" if close else "all keys: hpctrain schema --markdown"
+    )
+    raise UsageError(f"no key {name!r} in a job file", hint=hint)
+
+
+def _type(hint: Any, info: FieldInfo) -> tuple[str, str]:
+    metadata = getattr(hint, "__metadata__", ())
+    for piece in metadata:
+        if piece in _READERS:
+            words, unit = _READERS[piece]
+            return words + _bounds(info), unit
+    return _plain_type(info.annotation), ""
+
+
+def _plain_type(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in inner)
+    if origin is dict:
+        return "mapping of names to text" if typing.get_origin(inner[1]) else "mapping"
+    if origin is tuple and inner[-1] is Ellipsis:
+        return "list of text, one line each"
+    assert origin is tuple, f"no words for {annotation}"
+    return f"list of {len(inner)} numbers"
+
+
+def _bounds(info: FieldInfo) -> str:
+    found = [
+        f"{words} {getattr(piece, name):g}"
+        for piece in info.metadata
+        for kind, name, words in _BOUNDS
+        if isinstance(piece, kind)
+    ]
+    return "".join(f", {text}" for text in found)
+
+
+def _meaning(description: str) -> tuple[str, str]:
+    """The text, and the default that it gives in brackets at its end."""
+    match = re.fullmatch(r"(.*?)\s*\[([^\]]*)\]", description, re.DOTALL)
+    return (match[1], match[2]) if match else (description, "")
+
+
+def _default(info: FieldInfo) -> str:
+    value = info.get_default(call_default_factory=True)
+    return "not given" if value is None else show(value)
+
+
+def show(value: Any, kind: str = "") -> str:
+    """A value as it would be written in a job file; sizes and walltimes readable too."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and kind.startswith("walltime"):
+        return format_walltime(value)
+    if isinstance(value, int) and kind.startswith("size"):
+        return f"{value} ({format_bytes(value)})"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def markdown() -> str:
+    """docs/job-file.md."""
+    text = [
+        "# The job file",
+        "",
+        "<!-- Written by `hpctrain schema --markdown`; edit hpctrain/spec/job.py instead. -->",
+        "",
+        _INTRODUCTION,
+    ]
+    top = [key for key in all_keys() if "." not in key.key]
+    text += ["## Top level", "", *_rows([key for key in top if not key.section])]
+    for section in (key for key in all_keys() if key.section):
+        model = section.key
+        inner = [
+            key for key in all_keys()
+            if key.key.rpartition(".")[0] == model and not key.section
+        ]  # fmt: skip
+        text += [f"## {model}", "", section.meaning, ""]
+        if section.shorthand:
+            example = f"`{model.rpartition('.')[2]}: VALUE`"
+            text += [f"A bare value, {example}, means `{section.shorthand}`.", ""]
+        if section.required:
+            text += ["A job must have this section.", ""]
+        text += _rows(inner)
+    text += ["## Presets", "", *_presets()]
+    return "\n".join(text).rstrip() + "\n"
+
+
+_INTRODUCTION = """\
+One YAML document describes a job. `hpctrain init` writes one to start from, `hpctrain explain
+KEY job.yaml` says what a key means and where its value came from, and `hpctrain schema` prints
+a JSON Schema for editors. Keys can be replaced on the command line: `--set train.lr=1e-3`.
+
+- Plain values follow the core rules of YAML 1.2: `1e-4` is a number, `no` is text, and
+  `12:00:00` and `012345` stay the text they are. Tags and repeated keys are refused.
+- Counts may be written `1e9` or `2.5M`, sizes `64MiB`, walltimes in the forms of Slurm or as
+  `1h30m`. `1:30` is refused: Slurm reads minutes and seconds, people hours and minutes.
+- Unknown keys are refused. All faults of a file are reported at once, each with its line and
+  column, and nothing is started.
+"""
+
+
+def _rows(listed: list[Key]) -> list[str]:
+    text = ["| key | what stands there | default | meaning |", "|---|---|---|---|"]
+    for key in listed:
+        plain = key.required or key.derived or key.default == "not given"
+        default = key.default if plain else f"`{key.default}`"
+        default = "**must be given**" if key.required else default
+        words = key.type + (f", in {key.unit}" if key.unit and key.unit not in key.type else "")
+        cells = (f"`{key.key}`", words, default, key.meaning)
+        text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return [*text, ""]
+
+
+def _presets() -> list[str]:
+    from hpctrain.spec.presets import PRESETS
+
+    text = ["Values of `model.preset`; further keys of the section override single dimensions.", ""]
+    text += ["| preset | layers | hidden | heads | kv_heads | vocabulary | source |"]
+    text += ["|---|---:|---:|---:|---:|---:|---|"]
+    for name, (origin, values) in PRESETS.items():
+        shape = [values["layers"], values["hidden"], values["heads"]]
+        shape += [values.get("kv_heads", values["heads"]), values["vocab_size"]]
+        text.append(f"| `{name}` | " + " | ".join(str(n) for n in shape) + f" | {origin} |")
+    return text

@@ -1,0 +1,28 @@
+"""``hpctrain run``: what a launcher starts once a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hpctrain.errors import UsageError
+from hpctrain.rundir import RunDir
+
+
+@click.command(short_help="Run one rank (every rank executes this).")
+@click.argument("rundir", metavar="RUNDIR", type=click.Path(path_type=Path))
+def command(rundir: Path) -> int:
+    """Train the job of a run directory on this rank.
+
+    Started by mpiexec or srun on every rank; `hpctrain submit` and `hpctrain resume` do that.
+    """
+    run = RunDir(rundir.absolute())
+    if not run.job.is_file():
+        raise UsageError(
+            f"{rundir}: not a run directory (no job.yaml in it)",
+            hint="ranks are started by hpctrain submit JOB or hpctrain resume RUN",
+        )
+    from hpctrain.train.main import run_rank
+
+    return run_rank(run)

@@ -1,0 +1,252 @@
+"""Where a run stands: what its own files, its launcher and Slurm say, put together once."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.cli.metrics import Pace, recent
+from hpctrain.errors import Exit, SchedulerError
+from hpctrain.records import FailureRecord, LaunchRecord, StateRecord, read_json
+from hpctrain.rundir import RunDir
+
+FINAL = frozenset({"finished", "stopped", "failed", "cancelled"})
+"""Status words after which nothing of a run is left running."""
+_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
+_ACTIVE = frozenset({"starting", "running", "stopping"})
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run at one moment.
+
+    Attributes:
+        run: its directory.
+        status: a RunStatus, or ``pending`` while Slurm has not started the job.
+        reason: why it pends, stopped or failed; empty while all is well.
+        step, total_steps: last finished step, and how many there will be.
+        pace: newest steps of this incarnation.
+        state: as the ranks last wrote it, or None.
+        launch: newest LaunchRecord, or None.
+        attempts: incarnations so far.
+        failures: of this incarnation, first one first.
+        slurm: what Slurm says, or None.
+    """
+
+    run: RunDir
+    status: str
+    reason: str
+    step: int
+    total_steps: int
+    pace: Pace
+    state: StateRecord | None
+    launch: LaunchRecord | None
+    attempts: int
+    failures: tuple[FailureRecord, ...]
+    slurm: SlurmWord | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+    @property
+    def durable_step(self) -> int:
+        """Last step whose checkpoint is committed, -1 for none."""
+        return -1 if self.state is None else self.state.durable_step
+
+    @property
+    def exit_code(self) -> Exit | None:
+        """Exit code of the run; None while it is not over."""
+        if self.status == "failed":
+            return failure_code(self.failures)
+        codes = {"finished": Exit.OK, "stopped": Exit.STOPPED, "cancelled": Exit.STOPPED}
+        return codes.get(self.status)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``--json`` answer of ``hpctrain status``."""
+        last, launch, running = self.pace.last, self.launch, not self.is_final
+        return {
+            "run": self.run.id,
+            "path": str(self.run.root),
+            "status": self.status,
+            "reason": self.reason,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "loss": None if last is None else last.loss,
+            "tokens_per_second": self.pace.tokens_per_second,
+            "seconds_left": self.pace.seconds_left if running else None,
+            "durable_step": self.durable_step,
+            "resumed_from": -1 if self.state is None else self.state.resumed_from,
+            "attempt": self.attempts - 1,
+            "launcher": None if launch is None else launch.launcher,
+            "world_size": None if launch is None else launch.world_size,
+            "host": None if launch is None else launch.host,
+            "job_id": launch.job_id if launch is not None and launch.job_id else None,
+            "slurm_state": None if self.slurm is None else self.slurm.state,
+            "nodes": None if self.slurm is None else self.slurm.nodes,
+            "failure": self.failures[0].to_dict() if self.failures else None,
+            "failed_ranks": [failure.rank for failure in self.failures],
+            "exit_code": None if self.exit_code is None else int(self.exit_code),
+            "updated": None if self.state is None else self.state.time,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmWord:
+    """What Slurm says about the job of a run.
+
+    Attributes:
+        state: Slurm's own word, for example ``PENDING``.
+        over: the job has ended, however.
+        waiting: the job has not started.
+        reason: why it waits or failed, in words.
+        nodes: its node list, empty where it has none.
+    """
+
+    state: str
+    over: bool
+    waiting: bool
+    reason: str = ""
+    nodes: str = ""
+
+
+def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
+    """Read everything about a run once.
+
+    Args:
+        run: whose state.
+        ask_slurm: False where Slurm was asked a moment ago or is known to be of no help.
+    """
+    launches = run.read_launches()
+    launch = launches[-1] if launches else None
+    # First whether it lives, then what it wrote: an end between the two is then a final
+    # state of a dead run, and not a lost one.
+    living = _living(launch)
+    state = run.read_state()
+    word = None
+    if ask_slurm and (state is None or state.status not in FINAL):
+        word = _ask_slurm(launch)
+        state = run.read_state()
+    attempt = len(launches) - 1
+    failures = tuple(run.read_failures(attempt)) if launches else ()
+    status, reason = _status(state, launch, living, word, failures)
+    records = recent(run)
+    since = launch.submitted if launch is not None else 0.0
+    fresh = [record for record in records if record.time >= since]
+    total = state.total_steps if state is not None else _planned_steps(run)
+    step = 0 if state is None else state.step
+    if fresh and status in _ACTIVE:
+        step = max(step, fresh[-1].step)
+    pace = Pace(total, fresh or [record for record in records if record.step <= step])
+    return RunView(
+        run, status, reason, step, total, pace, state, launch, len(launches), failures, word
+    )
+
+
+def failure_code(failures: tuple[FailureRecord, ...]) -> Exit:
+    """What the ranks of a failed run exited with, from the error of the first."""
+    from hpctrain import errors
+
+    if failures:
+        kind = getattr(errors, failures[0].error, None)
+        if isinstance(kind, type) and issubclass(kind, errors.HpctrainError):
+            return kind.exit_code
+    return Exit.RANK_FAILED
+
+
+def _status(
+    state: StateRecord | None,
+    launch: LaunchRecord | None,
+    living: bool | None,
+    word: SlurmWord | None,
+    failures: tuple[FailureRecord, ...],
+) -> tuple[str, str]:
+    status = "created" if state is None else state.status
+    reason = "" if state is None else state.reason
+    if status in FINAL:
+        return status, reason
+    if word is not None and word.waiting:
+        return "pending", word.reason
+    if failures and not _requeued(state, word, failures):
+        return "failed", failure_words(failures)
+    if word is not None:
+        if word.over:
+            ended = "cancelled" if word.state.startswith("CANCELLED") else "failed"
+            return ended, word.reason or f"Slurm ended the job: {word.state}"
+        return ("starting" if status in ("created", "submitted") else status), reason
+    if living is False:
+        return "failed", (
+            "lost: the launcher ended without a word of the ranks (killed, out of memory, or "
+            "the machine went down); hpctrain logs shows what it printed"
+        )
+    if living and status in ("created", "submitted"):
+        return "starting", reason
+    return status, reason
+
+
+def _requeued(
+    state: StateRecord | None, word: SlurmWord | None, failures: tuple[FailureRecord, ...]
+) -> bool:
+    """Slurm started the job anew after the failure, and its ranks are at work."""
+    return (
+        word is not None and not word.over and state is not None
+        and state.time > failures[-1].time + 5
+    )  # fmt: skip
+
+
+def failure_words(failures: tuple[FailureRecord, ...]) -> str:
+    """The first failure in one line."""
+    first = failures[0]
+    at = f" at step {first.step}" if first.step >= 0 else ""
+    text = first.message.splitlines()[0] if first.message else "no message"
+    return f"rank {first.rank} on {first.host}{at}: {first.error}: {text}"
+
+
+def _living(launch: LaunchRecord | None) -> bool | None:
+    if launch is None or launch.launcher != "local":
+        return None
+    from hpctrain.launchers.local_run import local_alive
+
+    return local_alive(launch)
+
+
+def _ask_slurm(launch: LaunchRecord | None) -> SlurmWord | None:
+    """What Slurm says; None where there is nothing to ask or it does not answer."""
+    if launch is None or launch.launcher != "slurm":
+        return None
+    from hpctrain.slurm.client import SlurmClient
+    from hpctrain.slurm.reasons import why_failed, why_pending
+
+    client = SlurmClient(os.environ)
+    try:
+        info = client.state(launch.job_id)
+        if info is None:
+            # Another cluster's Slurm knows nothing about this job.
+            if launch.cluster and client.cluster() != launch.cluster:
+                return None
+            lost = (
+                f"lost: Slurm no longer knows job {launch.job_id}, and its ranks wrote no end; "
+                "hpctrain logs shows what they printed"
+            )
+            return SlurmWord("UNKNOWN", over=True, waiting=False, reason=lost)
+    except SchedulerError:
+        return None
+    waiting = info.state in _WAITING
+    return SlurmWord(
+        info.state,
+        over=info.final,
+        waiting=waiting,
+        reason=why_pending(info.reason) if waiting else why_failed(info) if info.final else "",
+        nodes=info.nodes,
+    )
+
+
+def _planned_steps(run: RunDir) -> int:
+    return int((read_json(run.provenance) or {}).get("steps", 0))
+
+
+def age(since: float) -> float:
+    """Seconds since a time of the records."""
+    return max(0.0, time.time() - since)

@@ -1,0 +1,256 @@
+"""Decoder-only transformer, whole or any range of its layers.
+
+Shapes are written as suffixes: B samples, S positions, H width of the residual stream,
+N query heads, K key-value heads, D width of a head, F inner width of the feed-forward
+network, V vocabulary. A dimension that tensor or context parallelism may cut (S, N, K, F, V)
+is read off the tensors at hand, never off the dims, so the modules work on local parts too.
+
+Parameters of a stage have the names they have in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpctrain.model.dropout import Dropout
+from hpctrain.spec.transformer import TransformerDims
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus a learned position table where the dims ask for one."""
+
+    def __init__(self, dims: TransformerDims, **factory: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(dims.vocab_size, dims.hidden, **factory)
+        self.positions = (
+            nn.Embedding(dims.max_positions, dims.hidden, **factory)
+            if dims.position == "learned"
+            else None
+        )
+        self.dropout = Dropout(dims.dropout, "embedding")
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+        x_BSH = self.tokens(tokens_BS)
+        if self.positions is not None:
+            x_BSH = x_BSH + self.positions(positions)
+        return self.dropout(x_BSH, keys, positions)  # type: ignore[no-any-return]
+
+
+class CausalAttention(nn.Module):
+    """softmax(q·kᵀ/√D + causal mask)·v; a module so that another kind can take its place."""
+
+    def forward(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+        grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped
+        )
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key-value heads (Ainslie et al. 2023)."""
+
+    def __init__(self, dims: TransformerDims, **factory: Any) -> None:
+        super().__init__()
+        self.head_dim = dims.head_dim
+        self.rope_theta = dims.rope_theta if dims.position == "rotary" else None
+        kv = dims.kv_heads * dims.head_dim
+        self.query = nn.Linear(dims.hidden, dims.hidden, bias=dims.bias, **factory)
+        self.key = nn.Linear(dims.hidden, kv, bias=dims.bias, **factory)
+        self.value = nn.Linear(dims.hidden, kv, bias=dims.bias, **factory)
+        self.core = CausalAttention()
+        self.output = nn.Linear(dims.hidden, dims.hidden, bias=dims.bias, **factory)
+
+    def forward(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+        q_BSND = self.query(x_BSH).unflatten(-1, (-1, self.head_dim))
+        k_BSKD = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
+        v_BSKD = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
+        if self.rope_theta is not None:
+            q_BSND = rotate(q_BSND, positions, self.rope_theta)
+            k_BSKD = rotate(k_BSKD, positions, self.rope_theta)
+        y_BNSD = self.core(q_BSND.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2))
+        return self.output(y_BNSD.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def rotate(x_BSND: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, equation 34).
+
+    Channel i of a head is paired with channel i + D/2 (the GPT-NeoX and Llama-on-Hugging-Face
+    order, not neighbours) and turned by position·theta^(−2i/D), in float32 at least.
+
+    Args:
+        x_BSND: queries or keys.
+        positions: (S,) or (B, S) int64.
+        theta: base of the frequencies.
+    """
+    half = x_BSND.shape[-1] // 2
+    dtype = torch.promote_types(x_BSND.dtype, torch.float32)
+    exponent = torch.arange(half, device=x_BSND.device, dtype=dtype) / half
+    angle = (positions.to(dtype).unsqueeze(-1) * theta**-exponent).unsqueeze(-2)  # (…, S, 1, D/2)
+    cos, sin = angle.cos(), angle.sin()
+    x = x_BSND.to(dtype)
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    # Two passes over x; the four products written out one by one take half as long again.
+    turned = torch.addcmul(
+        x * torch.cat((cos, cos), dim=-1), swapped, torch.cat((-sin, sin), dim=-1)
+    )
+    return turned.to(x_BSND.dtype)
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))), or down(silu(gate(x))·up(x)) (SwiGLU, Shazeer 2020).
+
+    GELU is the tanh form (Hendrycks and Gimpel 2016), as in GPT-2.
+    """
+
+    def __init__(self, dims: TransformerDims, **factory: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(dims.hidden, dims.ffn_hidden, bias=dims.bias, **factory)
+        self.gate = (
+            nn.Linear(dims.hidden, dims.ffn_hidden, bias=dims.bias, **factory)
+            if dims.activation == "swiglu"
+            else None
+        )
+        self.down = nn.Linear(dims.ffn_hidden, dims.hidden, bias=dims.bias, **factory)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        y_BSF = self.up(x_BSH)
+        if self.gate is None:
+            y_BSF = F.gelu(y_BSF, approximate="tanh")
+        else:
+            y_BSF = F.silu(self.gate(x_BSH)) * y_BSF
+        return self.down(y_BSF)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + ffn(norm(x)).
+
+    Its arguments beside x are integers: mixed precision, which casts the floating inputs of a
+    module, leaves positions and keys as they are.
+    """
+
+    def __init__(self, dims: TransformerDims, index: int, **factory: Any) -> None:
+        super().__init__()
+        self.attention_norm = _norm(dims, **factory)
+        self.attention = Attention(dims, **factory)
+        self.attention_dropout = Dropout(dims.dropout, f"layers.{index}.attention")
+        self.ffn_norm = _norm(dims, **factory)
+        self.ffn = FeedForward(dims, **factory)
+        self.ffn_dropout = Dropout(dims.dropout, f"layers.{index}.ffn")
+
+    def forward(self, x_BSH: Tensor, positions: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Shapes: x (B, S, H); positions (S,) or (B, S); keys (B,), needed for dropout only."""
+        y_BSH = self.attention(self.attention_norm(x_BSH), positions)
+        x_BSH = x_BSH + self.attention_dropout(y_BSH, keys, positions)
+        y_BSH = self.ffn(self.ffn_norm(x_BSH))
+        return x_BSH + self.ffn_dropout(y_BSH, keys, positions)  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer, or a stage of one.
+
+    Weights are not initialised here; see :func:`hpctrain.model.init.init_parameters`.
+
+    Args:
+        dims: of the whole model.
+        layers: global indices of the layers held; all without.
+        has_embedding: holds the embedding; forward then takes tokens.
+        has_head: holds the last norm and the output layer; forward then returns logits.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dims: TransformerDims,
+        *,
+        layers: range | None = None,
+        has_embedding: bool = True,
+        has_head: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        layers = range(dims.layers) if layers is None else layers
+        if any(not 0 <= index < dims.layers for index in layers):
+            raise ValueError(f"layers {layers} of a model of {dims.layers}")
+        factory = {"device": device, "dtype": dtype}
+        self.dims = dims
+        self.embedding = Embedding(dims, **factory) if has_embedding else None
+        self.layers = nn.ModuleDict({str(index): Block(dims, index, **factory) for index in layers})
+        self.norm = _norm(dims, **factory) if has_head else None
+        self.head = (
+            nn.Linear(dims.hidden, dims.vocab_size, bias=False, **factory) if has_head else None
+        )
+        self._tie()
+
+    @property
+    def logical_names(self) -> Mapping[str, str]:
+        """Parameters of this stage that the whole model knows by another name.
+
+        A tied output layer is the embedding's weight; on a stage of its own it is a parameter
+        (and its gradient has to be summed with that of the embedding's stage).
+        """
+        if self.dims.tied_embeddings and self.head is not None and self.embedding is None:
+            return {"head.weight": "embedding.tokens.weight"}
+        return {}
+
+    def forward(
+        self, inputs: Tensor, keys: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, S, V), or the residual stream (B, S, H) of a stage without a head.
+
+        Args:
+            inputs: tokens (B, S) int64, or (B, S, H) of the stage before.
+            keys: (B,) int64 of :func:`hpctrain.model.dropout.dropout_keys`; needed in
+                training with dropout.
+            positions: (S,) or (B, S) int64, place of each token in its sequence; 0 … S−1
+                without.
+
+        Raises:
+            ValueError: dropout without keys.
+        """
+        if positions is None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = inputs
+        if self.embedding is not None:
+            x = self.embedding(x, positions, keys)
+        for block in self.layers.values():
+            x = block(x, positions, keys)
+        return x if self.head is None else self.forward_head(x)
+
+    def forward_head(self, x_BSH: Tensor) -> Tensor:
+        """Last norm and output layer: logits (B, S, V)."""
+        assert self.norm is not None and self.head is not None, "this stage has no head"
+        return self.head(self.norm(x_BSH))  # type: ignore[no-any-return]
+
+    def _tie(self) -> None:
+        if self.dims.tied_embeddings and self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.tokens.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # to_empty() and, between some devices, to() make a new parameter of every use.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        return self
+
+
+def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Mean cross entropy, nats a token, in float32 at least.
+
+    Args:
+        logits_BSV: any floating type.
+        targets_BS: int64; the token that follows each position.
+    """
+    logits = logits_BSV.flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets_BS.flatten())
+
+
+def _norm(dims: TransformerDims, **factory: Any) -> nn.Module:
+    if dims.norm == "layernorm":
+        return nn.LayerNorm(dims.hidden, eps=dims.norm_eps, bias=dims.bias, **factory)
+    return nn.RMSNorm(dims.hidden, eps=dims.norm_eps, **factory)

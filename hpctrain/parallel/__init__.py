@@ -1,0 +1,1 @@
+"""Parallelism applied to a model; :mod:`hpctrain.parallel.parallelize` is the one place."""

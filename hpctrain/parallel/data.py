@@ -1,0 +1,93 @@
+"""Data parallelism: DDP where every rank holds everything, FSDP2 where ranks share it.
+
+::
+
+    sharding      parameters          gradients        optimizer states
+    none (DDP)    everywhere          all-reduced      everywhere
+    zero2         gathered till       reduce-           sharded
+                  backward is done    scattered
+    zero3         gathered a block    reduce-           sharded
+                  at a time           scattered
+
+The stages are those of ZeRO (Rajbhandari et al. 2020, section 5); zero2 and zero3 are FSDP2
+with and without keeping the gathered parameters between forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Sharding = Literal["none", "zero2", "zero3"]
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if mesh.size() == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+        # One parameter that took no part in a loss would make every rank wait for ever.
+        find_unused_parameters=False,
+    )
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, precision: str, *, reshard_after_forward: bool
+) -> nn.Module:
+    """FSDP2 over the mesh, one unit a block and one for the rest; in place.
+
+    Args:
+        model: parameters in fp32.
+        mesh: one axis (shard), or two (replicate, shard) for hybrid sharding.
+        precision: ``bf16`` gathers and computes in bf16 and reduces in fp32.
+        reshard_after_forward: free the gathered parameters between forward and backward.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The root unit is needed at the start of backward: freeing it would gather it twice.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks of a model: members of its lists and dictionaries of modules."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            members = child.values() if isinstance(child, nn.ModuleDict) else child
+            yield from (m for m in members if any(True for _ in m.parameters()))
+        else:
+            yield from blocks_of(child)
+
+
+def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """Around forward and backward of a micro-batch: communicate only in the last one."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        return contextlib.nullcontext()
+    if isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()

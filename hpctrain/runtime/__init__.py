@@ -1,0 +1,1 @@
+"""Ranks: bootstrap, context, stopping, output and failure of a process."""

@@ -1,0 +1,61 @@
+"""A rank as a process: where its output goes and what it leaves behind when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpctrain.errors import Exit, HpctrainError
+from hpctrain.records import FailureRecord, write_json
+
+
+def redirect_output(path: Path) -> None:
+    """Append this process's stdout and stderr (C libraries' too) to a file, line by line."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+
+def record_failure(
+    path: Path, error: BaseException, *, rank: int, host: str, attempt: int, step: int
+) -> None:
+    """Write the FailureRecord of an exception; never raises."""
+    user_error = isinstance(error, HpctrainError)
+    record = FailureRecord(
+        rank=rank,
+        host=host,
+        time=time.time(),
+        error=type(error).__name__,
+        message=str(error),
+        traceback="" if user_error else "".join(traceback.format_exception(error)),
+        attempt=attempt,
+        step=step,
+        pid=os.getpid(),
+    )
+    with contextlib.suppress(OSError):
+        write_json(path, record.to_dict())
+    text = str(error) if user_error else record.traceback
+    with contextlib.suppress(OSError, ValueError):
+        print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def abort(comm: Any | None, code: Exit) -> NoReturn:
+    """End every rank of the job now; no collective is entered and no cleanup can hang."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if comm is not None:
+        with contextlib.suppress(Exception):
+            comm.Abort(int(code))
+    os._exit(int(code))

@@ -1,0 +1,1 @@
+"""Training: data order, state, the loop, metrics; what every rank executes."""

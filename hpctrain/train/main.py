@@ -1,0 +1,152 @@
+"""What every rank of a job executes: from a run directory to an exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import Exit, HpctrainError
+from hpctrain.layout import RankGrid
+from hpctrain.records import LaunchRecord, read_json
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.bootstrap import bootstrap, shut_down, start_mpi
+from hpctrain.runtime.environment import RankEnvironment
+from hpctrain.runtime.process import abort, record_failure, redirect_output
+from hpctrain.runtime.stopping import StopWatch
+from hpctrain.spec import read_job
+from hpctrain.spec.resolve import layout_of
+
+
+def run_rank(run: RunDir) -> int:
+    """Train the job of a run directory on this rank; started on all ranks by a launcher.
+
+    Returns:
+        Exit.OK, or Exit.STOPPED when all ranks agreed to stop early. Every failure is
+        recorded in the run directory and ends all ranks with its exit code.
+    """
+    stopwatch = StopWatch()
+    stopwatch.install()
+    comm: Any = None
+    attempt, step, rank, host = 0, -1, 0, ""
+    progress: dict[str, int] = {}
+    try:
+        comm = start_mpi()
+        rank = comm.rank
+        environment = RankEnvironment.read()
+        host = environment.node_name or _hostname()
+        redirect_output(run.rank_log(rank))
+        launch = _launch(comm, run)
+        attempt = launch.attempt
+        return _train(run, comm, environment, launch, stopwatch, progress)
+    except BaseException as error:
+        # First the record, then the end: no collective from here on.
+        step = progress.get("step", -1)
+        record_failure(
+            run.failure(attempt, rank), error, rank=rank, host=host, attempt=attempt, step=step
+        )
+        code = error.exit_code if isinstance(error, HpctrainError) else Exit.RANK_FAILED
+        abort(comm, code)
+
+
+def _train(
+    run: RunDir,
+    comm: Any,
+    environment: RankEnvironment,
+    launch: LaunchRecord,
+    stopwatch: StopWatch,
+    progress: dict[str, int],
+) -> int:
+    began = time.perf_counter()
+    spec = read_job(run.job).spec
+    _extend_import_path(run)
+    stopwatch.deadline = environment.deadline
+    stopwatch.stop_file = run.stop_file if comm.rank == 0 else None
+    context = bootstrap(comm, RankGrid(layout_of(spec)), environment)
+
+    # Heavy imports come after MPI and after the size check, so that a misconfigured launch
+    # ends in seconds.
+    from hpctrain.optim.adamw import build_optimizer
+    from hpctrain.parallel.parallelize import parallelize
+    from hpctrain.train.checkpointing import Checkpointer
+    from hpctrain.train.data import Batches, open_source
+    from hpctrain.train.loop import Trainer
+    from hpctrain.train.metrics import Recorder
+    from hpctrain.train.rng import seed_everything
+    from hpctrain.train.state import TrainState
+    from hpctrain.train.step import Stepper
+
+    recorder = Recorder(
+        run,
+        writes=context.is_first,
+        attempt=launch.attempt,
+        total_steps=spec.train.steps,
+        world_size=context.world_size,
+        tensorboard=spec.train.tensorboard,
+    )
+    recorder.state("starting", 0)
+    source = open_source(spec)
+    seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
+    model = parallelize(spec, context)
+    optimizer = build_optimizer(model.parameters(), spec.train)
+    seed_everything(spec.train.seed, context.coordinate("dp"))
+    state = TrainState(model, optimizer)
+    root = Path(spec.checkpoint.path) if spec.checkpoint.path else run.checkpoints
+    checkpointer = Checkpointer(root, spec, context)
+    checkpointer.restore(state, launch.restore, recorder)
+    progress["step"] = state.step
+    batches = Batches(source, spec, context, start=state.samples)
+    recorder.event(
+        "started",
+        f"{context.world_size} ranks on {context.nodes} node{'s' * (context.nodes > 1)}, "
+        f"{context.device.type}, {context.grid.layout.describe()}, step {state.step} of "
+        f"{spec.train.steps}; ready after {time.perf_counter() - began:.1f} s",
+        nodes=context.nodes,
+    )
+    trainer = Trainer(
+        spec=spec,
+        context=context,
+        state=state,
+        stepper=Stepper(model, optimizer, spec),
+        batches=batches,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        stopwatch=stopwatch,
+    )
+    try:
+        reason = trainer.run()
+    finally:
+        progress["step"] = state.step
+    batches.close()
+    if reason:
+        recorder.state("stopped", state.step, reason)
+        recorder.event("stopped", f"at step {state.step}: {reason}", step=state.step)
+    else:
+        recorder.state("finished", state.step)
+        recorder.event("finished", f"all {state.step} steps", step=state.step)
+    recorder.close()
+    shut_down(context)
+    return Exit.STOPPED if reason else Exit.OK
+
+
+def _launch(comm: Any, run: RunDir) -> LaunchRecord:
+    """The newest LaunchRecord, read by rank 0 for all."""
+    launches = run.read_launches() if comm.rank == 0 else []
+    newest = launches[-1] if launches else LaunchRecord(0, "local", time.time(), comm.size)
+    found: LaunchRecord = comm.bcast(newest)
+    return found
+
+
+def _extend_import_path(run: RunDir) -> None:
+    """Let the job's own modules be found from the directories it was submitted from."""
+    provenance = read_json(run.provenance) or {}
+    for folder in provenance.get("import_paths", []):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _hostname() -> str:
+    import socket
+
+    return socket.gethostname()

@@ -1,0 +1,113 @@
+"""One optimizer step: micro-batches forward and backward, clip, update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpctrain.model.build import user_function
+from hpctrain.model.dropout import dropout_keys
+from hpctrain.model.transformer import next_token_loss
+from hpctrain.optim.schedule import learning_rate
+from hpctrain.parallel.data import accumulating
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.model import ParallelModel
+    from hpctrain.spec.job import JobSpec
+    from hpctrain.train.data import MicroBatch
+
+Loss = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
+"""(model, batch, dropout keys of its samples) -> mean loss of the micro-batch."""
+
+
+def token_loss(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor
+) -> torch.Tensor:
+    """Cross entropy of the next token, mean over the micro-batch, nats."""
+    tokens, targets = batch
+    return next_token_loss(model(tokens, keys), targets)
+
+
+def loss_of(spec: JobSpec) -> Loss:
+    """The job's loss: the user's, or next-token cross entropy."""
+    entry, args = spec.train.loss.module, spec.train.loss.args
+    if entry is None:
+        return token_loss if spec.model.module is None else _user_model_loss
+    function = user_function(entry, "train.loss.module")
+    return lambda model, batch, _keys: function(model, batch, **args)
+
+
+def _user_model_loss(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], _keys: torch.Tensor
+) -> torch.Tensor:
+    """A user's model with our loss takes tokens and gives logits."""
+    tokens, targets = batch
+    return next_token_loss(model(tokens), targets)
+
+
+class Stepper:
+    """Takes optimizer steps.
+
+    Args:
+        model: as parallelised.
+        optimizer: over its parameters.
+        spec: resolved job.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        spec: JobSpec,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.train = spec.train
+        self.loss = loss_of(spec)
+        self.device = model.context.device
+        sharded = spec.parallel.sharding != "none"
+        # FSDP2 casts by its own policy; autocast would cast what it already gathered.
+        self._autocast = spec.train.precision == "bf16" and not sharded
+
+    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Accumulate the gradients of a step's micro-batches; returns their mean loss.
+
+        Args:
+            step: number of the step, 1 for the first.
+            micro_batches: of this rank.
+        """
+        count, model = len(micro_batches), self.model.whole
+        total = torch.zeros((), device=self.device)
+        for index, micro in enumerate(micro_batches):
+            keys = dropout_keys(self.train.seed, step, micro.keys)
+            with accumulating(model, last=index == count - 1):
+                with self._compute():
+                    loss = self.loss(model, micro.batch, keys)
+                (loss / count).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() / count
+        return total
+
+    def update(self, step: int) -> torch.Tensor:
+        """Clip, update with the learning rate of ``step``, forget the gradients.
+
+        Returns:
+            Global L2 norm of the gradients before clipping, a scalar on the device.
+        """
+        self.model.sum_partial_gradients()
+        norm = self.model.clip(self.train.clip)
+        rate = learning_rate(step, self.train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _compute(self) -> AbstractContextManager[Any]:
+        if not self._autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)

@@ -1,0 +1,116 @@
+"""The few collectives that checkpoints need, and how ranks agree that one of them failed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from hpctrain.errors import CheckpointError, HpctrainError
+
+T = TypeVar("T")
+
+
+class Communicator(Protocol):
+    """The part of an mpi4py communicator that is used here (lower-case, any Python object)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def allgather(self, sendobj: Any) -> list[Any]: ...
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None: ...
+    def bcast(self, obj: Any, root: int = 0) -> Any: ...
+    def barrier(self) -> None: ...
+
+
+class SoloCommunicator:
+    """A world of one."""
+
+    rank = 0
+    size = 1
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return [sendobj]
+
+    def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
+        return [sendobj]
+
+    def bcast(self, obj: Any, root: int = 0) -> Any:
+        return obj
+
+    def barrier(self) -> None:
+        return None
+
+
+def on_root(comm: Communicator, work: Callable[[], T]) -> T:
+    """Rank 0's ``work()``, given to every rank; where it raises, every rank raises.
+
+    Raises:
+        CheckpointError: on every rank; a programming error keeps its own type on rank 0.
+    """
+    result: Any = None
+    error: Exception | None = None
+    if comm.rank == 0:
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+    failed, result = comm.bcast((_fault(error), result))
+    if failed is not None:
+        _raise(failed, error)
+    return result  # type: ignore[no-any-return]
+
+
+def on_all(comm: Communicator, work: Callable[[], T]) -> list[T] | None:
+    """Each rank's ``work()``, given to rank 0; where one raises, every rank raises.
+
+    Raises:
+        CheckpointError: on every rank, naming the first rank that failed; a programming error
+            keeps its own type on the rank that made it.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    answers = comm.gather((_fault(error), result))
+    failed: _Fault | None = None
+    if answers is not None:
+        faults = [(rank, fault) for rank, (fault, _) in enumerate(answers) if fault is not None]
+        if faults:
+            rank, fault = faults[0]
+            where = f"rank {rank}: " if comm.size > 1 else ""
+            more = f" (and {len(faults) - 1} more ranks)" if len(faults) > 1 else ""
+            failed = _Fault(f"{where}{fault.message}{more}", fault.hint)
+    failed = comm.bcast(failed)
+    if failed is not None:
+        _raise(failed, error)
+    return None if answers is None else [result for _, result in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """An error as it travels between ranks."""
+
+    message: str
+    hint: str | None
+
+
+def _fault(error: Exception | None) -> _Fault | None:
+    if error is None:
+        return None
+    if isinstance(error, HpctrainError):
+        return _Fault(error.message, error.hint)
+    if isinstance(error, OSError):
+        name = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return _Fault(name + (error.strerror or str(error)), None)
+    return _Fault(f"{type(error).__name__}: {error}", None)
+
+
+def _raise(fault: _Fault, error: Exception | None) -> NoReturn:
+    if error is not None and not isinstance(error, HpctrainError | OSError):
+        raise error
+    raise CheckpointError(fault.message, hint=fault.hint) from error

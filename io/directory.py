@@ -1,0 +1,157 @@
+"""Names, commit, retention and leftovers in a directory of checkpoints; file-system calls only."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from hpctrain.errors import CheckpointError
+from hpctrain.io.manifest import read_manifest
+
+LATEST = "latest"
+_STEP = re.compile(r"step(\d{8,})")
+_ASIDE = re.compile(r"step\d{8,}\.tmp-(?P<host>.+)\.(?P<pid>\d+)\.(?P<started>\d+)\.\w+")
+_REPLACED = re.compile(r"\.replaced-(?P<name>step\d{8,})\.\w+")
+
+
+def step_name(step: int) -> str:
+    return f"step{step:08d}"
+
+
+def aside(root: Path, step: int) -> Path:
+    """Where a checkpoint is written before its commit; the name says by which process."""
+    pid = os.getpid()
+    who = f"{os.uname().nodename}.{pid}.{_started(pid) or 0}.{secrets.token_hex(3)}"
+    return root / f"{step_name(step)}.tmp-{who}"
+
+
+def _started(pid: int) -> int | None:
+    """Start time of a process in clock ticks, so that a reused pid is told apart."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            return int(stream.read().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def fsync_path(path: Path) -> None:
+    """fsync a directory: a name in it is durable only then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file and fsync it."""
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def committed(root: Path) -> dict[int, Path]:
+    """Checkpoint directories by step."""
+    try:
+        entries = [
+            (match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))
+        ]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return {int(match[1]): path for match, path in entries if match and path.is_dir()}
+
+
+def _sequences(root: Path) -> dict[int, int | None]:
+    """Commit number of each step; None where the manifest cannot be read."""
+    found: dict[int, int | None] = {}
+    for step, path in committed(root).items():
+        try:
+            found[step] = read_manifest(path).sequence
+        except CheckpointError:
+            found[step] = None
+    return found
+
+
+def last_sequence(root: Path) -> int:
+    return max((number for number in _sequences(root).values() if number is not None), default=0)
+
+
+def by_commit(root: Path) -> list[int]:
+    """Steps, most recently committed first.
+
+    That is not the highest step where training went back to an older one. A checkpoint with
+    no readable manifest is placed right after the highest step below its own.
+    """
+    sequences = _sequences(root)
+    keys = {}
+    for step, number in sequences.items():
+        if number is None:
+            below = [n for s, n in sequences.items() if s < step and n is not None]
+            keys[step] = (max(below, default=0) + 0.5, step)
+        else:
+            keys[step] = (float(number), step)
+    return sorted(keys, key=lambda step: keys[step], reverse=True)
+
+
+def commit(root: Path, written: Path, step: int) -> None:
+    """Give a finished directory its name, durably, and move the pointer."""
+    final = root / step_name(step)
+    replaced = None
+    if final.exists():
+        replaced = root / f".replaced-{final.name}.{secrets.token_hex(3)}"
+        final.rename(replaced)
+    written.rename(final)
+    fsync_path(root)
+    pointer = root / f".{LATEST}-{secrets.token_hex(3)}"
+    write_durably(pointer, f"{final.name}\n".encode())
+    pointer.replace(root / LATEST)
+    fsync_path(root)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(root: Path, step: int) -> None:
+    """Remove a checkpoint; an interruption leaves nothing that looks like one."""
+    trash = root / f".trash-{step_name(step)}.{secrets.token_hex(3)}"
+    (root / step_name(step)).rename(trash)
+    shutil.rmtree(trash)
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what writers that died left behind; a line about each thing."""
+    try:
+        entries = sorted(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    lines = []
+    for path in entries:
+        name = path.name
+        if match := _ASIDE.fullmatch(name):
+            if _is_alive(match["host"], int(match["pid"]), int(match["started"])):
+                lines.append(f"left {name}: process {match['pid']} is still writing it")
+                continue
+            lines.append(f"removed {name}: its writer died before the commit")
+            shutil.rmtree(path)
+        elif match := _REPLACED.fullmatch(name):
+            # Between the two renames of a replacement there is no checkpoint of that step.
+            if not (root / match["name"]).exists():
+                path.rename(root / match["name"])
+                lines.append(f"restored {match['name']}: its replacement was never committed")
+            else:
+                shutil.rmtree(path)
+                lines.append(f"removed {name}: it was replaced")
+        elif name.startswith(".trash-step"):
+            shutil.rmtree(path)
+            lines.append(f"removed {name}: its removal was interrupted")
+        elif name.startswith(f".{LATEST}-"):
+            path.unlink()
+            lines.append(f"removed {name}: its writer died")
+    return lines
+
+
+def _is_alive(host: str, pid: int, started: int) -> bool:
+    return host == os.uname().nodename and pid != os.getpid() and _started(pid) == started

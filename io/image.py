@@ -1,0 +1,183 @@
+"""HDF5 files built in memory and written by ourselves.
+
+HDF5 that cannot write (no space, quota, a file-size limit) raises in the middle of its own
+clean-up, says nothing at all on closing, or takes the whole process down with a segmentation
+fault. It is therefore never let near a disk for writing: it writes headers into a sparse image
+here, and plain ``pwrite`` calls, whose errors are exact, bring them to disk.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpctrain.io.extents import write_bytes
+
+ALIGNMENT = 4096
+_PAGE = 4096
+
+
+class SparseFile(io.RawIOBase):
+    """A file in memory that holds only pages with something in them; the rest reads as zeros."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._position = 0
+        self._pages: dict[int, bytearray] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._position if size is None else size
+        return self.size
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for page, start, part in self._spans(len(view)):
+            done = page * _PAGE + start - self._position
+            piece = bytes(view[done : done + part])
+            if page in self._pages or any(piece):
+                held = self._pages.setdefault(page, bytearray(_PAGE))
+                held[start : start + part] = piece
+        self._position += len(view)
+        self.size = max(self.size, self._position)
+        return len(view)
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into).cast("B")
+        for page, start, part in self._spans(len(view)):
+            done = page * _PAGE + start - self._position
+            held = self._pages.get(page)
+            view[done : done + part] = bytes(part) if held is None else held[start : start + part]
+        self._position += len(view)
+        return len(view)
+
+    def _spans(self, count: int) -> Iterator[tuple[int, int, int]]:
+        """Page, start in it, bytes, for ``count`` bytes from the position."""
+        position, end = self._position, self._position + count
+        while position < end:
+            page, start = divmod(position, _PAGE)
+            part = min(_PAGE - start, end - position)
+            yield page, start, part
+            position += part
+
+    def blocks(self) -> Iterator[tuple[int, bytes]]:
+        """What was written: byte offset and bytes of runs of neighbouring pages."""
+        run: list[int] = []
+        for page in [*sorted(self._pages), -1]:
+            if run and page != run[-1] + 1:
+                data = b"".join(self._pages[number] for number in run)
+                start = run[0] * _PAGE
+                yield start, data[: max(0, self.size - start)]
+                run = []
+            run.append(page)
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A data set whose bytes are allocated and not written.
+
+    Attributes:
+        shape: of the data set.
+        kind: HDF5 type of its elements.
+        attributes: by name.
+    """
+
+    shape: tuple[int, ...]
+    kind: h5py.h5t.TypeID
+    attributes: Mapping[str, str | int]
+
+
+def build_hdf5(
+    small: Callable[[h5py.File], None], reserved: Mapping[str, Reserved]
+) -> tuple[dict[str, int], SparseFile]:
+    """A new HDF5 file in memory: headers and small data sets in front, room for large ones.
+
+    Args:
+        small: creates attributes and small data sets.
+        reserved: large data sets by name, in the order in which their bytes shall lie.
+
+    Returns:
+        Byte offset of each reserved data set that is not empty, and the closed file's image.
+    """
+    image = SparseFile()
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
+    access.set_alignment(ALIGNMENT, ALIGNMENT)
+    access.set_sieve_buf_size(1)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
+    handle = h5py.h5f.create(repr(image).encode(), h5py.h5f.ACC_TRUNC, fapl=access)
+    with h5py.File(handle) as file:
+        small(file)
+        # Every header first: what is allocated later lies behind them all, and none lies
+        # between the data.
+        made = {name: _declare(file, name, wanted) for name, wanted in reserved.items()}
+        return {name: _allocate(d) for name, d in made.items() if d.size}, image
+
+
+def _declare(file: h5py.File, name: str, wanted: Reserved) -> h5py.Dataset:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.CONTIGUOUS)
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    create.set_obj_track_times(False)
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    shape = wanted.shape
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    made = h5py.h5d.create(file.id, name.encode(), wanted.kind, space, create, links)
+    dataset = h5py.Dataset(made)
+    for key, value in wanted.attributes.items():
+        dataset.attrs[key] = value
+    return dataset
+
+
+def _allocate(dataset: h5py.Dataset) -> int:
+    """Allocate all of a data set's bytes, by writing one zero; the byte offset of the first."""
+    space = dataset.id.get_space()
+    if space.get_simple_extent_ndims():
+        space.select_hyperslab((0,) * dataset.ndim, (1,) * dataset.ndim)
+    kind = dataset.id.get_type()
+    zero = np.zeros(1, f"V{kind.get_size()}")
+    dataset.id.write(h5py.h5s.create_simple((1,)), space, zero, kind)
+    return int(dataset.id.get_offset())
+
+
+def write_image(path: Path, image: SparseFile) -> None:
+    """Create a file from an image, sparse where nothing was written.
+
+    Raises:
+        OSError: names the file; it may be left behind in part.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.ftruncate(descriptor, image.size)
+        for start, data in image.blocks():
+            write_bytes(descriptor, data, start)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)

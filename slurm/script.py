@@ -1,0 +1,257 @@
+"""The batch script: pure text from a job, a run directory and a machine.
+
+Every rendered option and variable is a :class:`Line` that says why it is there and where it
+comes from; the script is made of these lines, so that an explanation cannot drift from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.errors import UsageError
+from hpctrain.launchers.environment import check_job_env
+from hpctrain.launchers.shape import cores_per_rank, ranks_per_node
+from hpctrain.launchers.srun import OURS, SrunLauncher, cores_source, split_option
+from hpctrain.rundir import safe_name
+from hpctrain.slurm.quoting import bash_expanding, bash_quote, log_pattern, sbatch_quote
+from hpctrain.units import format_walltime
+
+if TYPE_CHECKING:
+    from hpctrain.rundir import RunDir
+    from hpctrain.spec import JobSpec
+
+Part = Literal["sbatch", "module", "site", "node", "srun", "program", "job"]
+"""Where a line stands: ``#SBATCH`` options, modules, the site's exports, directories made on
+every node, options of srun, the program, the job's own exports."""
+
+_LONGEST_SIGNAL = 65535
+"""Seconds; sbatch takes no larger time in --signal (sbatch(1))."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the script.
+
+    Attributes:
+        part: see Part.
+        text: as it stands in the script, quoted.
+        why: what it is for.
+        source: job-file key, publication or file that it comes from.
+    """
+
+    part: Part
+    text: str
+    why: str
+    source: str
+
+
+# sbatch options that the script renders itself, and the key to write instead.
+_OURS = {
+    "nodes": "nodes", "N": "nodes",
+    "ntasks": "nodes and ranks_per_node", "n": "nodes and ranks_per_node",
+    "ntasks-per-node": "ranks_per_node",
+    "cpus-per-task": "slurm.cpus_per_task", "c": "slurm.cpus_per_task",
+    "time": "slurm.time", "t": "slurm.time",
+    "account": "slurm.account", "A": "slurm.account",
+    "partition": "slurm.partition", "p": "slurm.partition",
+    "qos": "slurm.qos", "q": "slurm.qos",
+    "reservation": "slurm.reservation",
+    "constraint": "slurm.constraint", "C": "slurm.constraint",
+    "mem": "slurm.memory",
+    "exclusive": "slurm.exclusive",
+    "comment": "slurm.comment",
+    "mail-user": "slurm.mail_user",
+    "job-name": "name", "J": "name",
+    "signal": "slurm.margin",
+    "output": "", "o": "", "error": "", "e": "", "open-mode": "",
+    "array": "", "a": "", "wrap": "", "parsable": "", "wait": "", "W": "", "test-only": "",
+    "chdir": "", "D": "",
+}  # fmt: skip
+
+
+def script_lines(
+    spec: JobSpec, run: RunDir, program: Sequence[str], srun: SrunLauncher
+) -> list[Line]:
+    """All lines that a job's own keys and its machine bring into the script, in order.
+
+    Args:
+        spec: a resolved job.
+        run: its run directory; need not exist.
+        program: what each rank executes; see hpctrain.launchers.rank_program.
+        srun: with the machine.
+
+    Raises:
+        UsageError: something that no quoting carries, or an sbatch option that the script
+            renders itself.
+    """
+    check_job_env(spec.env)
+    return [
+        *_sbatch(spec, run, srun),
+        *_modules(spec, srun),
+        *_site(spec, srun),
+        *_node_directories(spec, srun),
+        *(
+            Line("srun", " ".join(bash_quote(token) for token in one.tokens), one.why, one.source)
+            for one in srun.options(spec)
+        ),
+        Line("program", " ".join(bash_quote(token) for token in program), "each rank", OURS),
+        *(
+            Line("job", f"export {name}={bash_quote(value)}", "set in the job file", f"env.{name}")
+            for name, value in spec.env.items()
+        ),
+    ]
+
+
+def render(spec: JobSpec, run: RunDir, program: Sequence[str], srun: SrunLauncher) -> str:
+    """The batch script; the same text for the same arguments. See script_lines."""
+    import jinja2
+
+    lines = script_lines(spec, run, program, srun)
+    environment = jinja2.Environment(
+        autoescape=False,  # noqa: S701 (bash, not HTML: every value comes quoted)
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    parts = {
+        part: [line.text for line in lines if line.part == part]
+        for part in ("sbatch", "module", "site", "node", "srun", "program", "job")
+    }
+    template = resources.files("hpctrain.slurm").joinpath("job.sbatch.j2").read_text("utf-8")
+    text = environment.from_string(template).render(
+        **parts,
+        run_id=re.sub(r"[^ -~]", "?", run.id),
+        machine=srun.machine.name,
+        state=bash_quote(str(run.state)),
+        launches=bash_quote(str(run.launches)),
+        cores=cores_per_rank(spec, srun.machine),
+        walltime=spec.slurm.time,
+        margin=math.ceil(spec.slurm.margin),
+    )
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        bad = text[error.start : error.end]
+        raise UsageError(f"the job holds {bad!r}, which has no bytes") from None
+    return text
+
+
+def _sbatch(spec: JobSpec, run: RunDir, srun: SrunLauncher) -> Iterator[Line]:
+    machine, slurm = srun.machine, spec.slurm
+
+    def line(token: str, why: str, source: str) -> Line:
+        return Line("sbatch", f"#SBATCH {sbatch_quote(token, source)}", why, source)
+
+    given = "given in the job file"
+    yield line(f"--job-name={safe_name(spec.name)}", "shown by squeue", "name")
+    yield line(f"--nodes={spec.nodes}", given, "nodes")
+    yield line(f"--ntasks-per-node={ranks_per_node(spec)}", "one task a rank", "ranks_per_node")
+    yield line(
+        f"--cpus-per-task={cores_per_rank(spec, machine)}",
+        "cores of a rank",
+        cores_source(spec, machine),
+    )
+    if slurm.time is not None:
+        yield line(f"--time={format_walltime(slurm.time)}", "walltime", "slurm.time")
+    yield from _where(spec, srun)
+    if slurm.memory is not None:
+        mebibytes = -(-slurm.memory // 2**20)
+        yield line(f"--mem={mebibytes}M", "memory a node", "slurm.memory")
+    if slurm.exclusive:
+        yield line("--exclusive", "whole nodes", "slurm.exclusive")
+    if slurm.mail_user is not None:
+        yield line(f"--mail-user={slurm.mail_user}", given, "slurm.mail_user")
+        yield line("--mail-type=BEGIN,END,FAIL", "what it is told of", "slurm.mail_user")
+    if slurm.comment is not None:
+        yield line(f"--comment={slurm.comment}", given, "slurm.comment")
+    yield line(
+        f"--output={log_pattern(str(run.job_log))}",
+        "absolute: a missing directory would end the job without a word",
+        OURS,
+    )
+    yield line("--open-mode=append", "a requeue must not truncate the log", OURS)
+    yield line("--requeue", "after a node failure the run goes on from its checkpoint", OURS)
+    yield line(
+        f"--signal=B:USR1@{_signal_seconds(spec)}",
+        "Slurm tells the script before the walltime ends, which passes it on to the ranks",
+        "slurm.margin",
+    )
+    yield line("--export=ALL", "PATH and loaded modules of the submitting shell", OURS)
+    for option in machine.sbatch_options(spec.nodes):
+        tokens = " ".join(sbatch_quote(token, option.source) for token in option.tokens)
+        yield Line("sbatch", f"#SBATCH {tokens}", option.why, option.source)
+    for index, text in enumerate(slurm.sbatch_options):
+        key = f"slurm.sbatch_options.{index}"
+        _refuse_ours(text, key)
+        tokens = " ".join(sbatch_quote(token, key) for token in split_option(text))
+        yield Line("sbatch", f"#SBATCH {tokens}", given, key)
+
+
+def _where(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:
+    """Account, partition, quality of service, reservation, features."""
+    scheduling = srun.machine.scheduling
+    for name, value, default in (
+        ("account", spec.slurm.account, None),
+        ("partition", spec.slurm.partition, scheduling.default_partition),
+        ("qos", spec.slurm.qos, scheduling.default_qos),
+        ("reservation", spec.slurm.reservation, None),
+        ("constraint", spec.slurm.constraint, None),
+    ):
+        key = f"slurm.{name}"
+        if value is not None:
+            text, why, source = value, "given in the job file", key
+        elif default is not None:
+            text, why = default, f"default of machine {srun.machine.name}"
+            source = scheduling.provenance(f"default_{name}").source
+        else:
+            continue
+        yield Line("sbatch", f"#SBATCH {sbatch_quote(f'--{name}={text}', key)}", why, source)
+
+
+def _signal_seconds(spec: JobSpec) -> int:
+    seconds = math.ceil(spec.slurm.margin)
+    if seconds > _LONGEST_SIGNAL:
+        raise UsageError(
+            f"slurm.margin: {seconds} s; sbatch --signal takes at most {_LONGEST_SIGNAL} s"
+        )
+    return seconds
+
+
+def _refuse_ours(text: str, key: str) -> None:
+    name = split_option(text)[0].partition("=")[0].lstrip("-")
+    if name not in _OURS:
+        return
+    instead = _OURS[name]
+    raise UsageError(
+        f"{key}: {text!r}: the batch script sets this option itself",
+        hint=f"write it as {instead}" if instead else "it cannot be changed",
+    )
+
+
+def _modules(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:
+    rendering = srun.machine.rendering
+    source = rendering.provenance("modules").source
+    for name in rendering.modules:
+        yield Line("module", bash_quote(name), f"of machine {srun.machine.name}", source)
+    for index, name in enumerate(spec.slurm.modules):
+        yield Line("module", bash_quote(name), "given in the job file", f"slurm.modules.{index}")
+
+
+def _site(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:
+    for one in srun.machine.environment(spec.nodes):
+        value = bash_expanding(one.value) if one.expand else bash_quote(one.value)
+        yield Line("site", f"export {one.name}={value}", one.why, one.source)
+
+
+def _node_directories(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:
+    rendering = srun.machine.rendering
+    source = rendering.provenance("node_directories").source
+    for path in rendering.node_directories:
+        why = "has to exist on every node before the ranks start"
+        yield Line("node", bash_expanding(path), why, source)
