@@ -24,7 +24,7 @@ import published_rows
 import yaml
 from published_rows import Row, shown_memory
 
-from hpctrain.plan.memory import limit, memory
+from hpctrain.plan.memory import limit
 from hpctrain.plan.software import calibration
 from hpctrain.plan.steptime import StepModel
 
@@ -57,7 +57,7 @@ def predicted(row: Row, table: Mapping[str, Mapping[str, float]] | None = None) 
 
 def used_share(row: Row) -> float:
     """Fullest stage's memory over what a device can hold."""
-    return max(stage.total for stage in memory(row.work, row.plan)) / limit(row.work)
+    return max(stage.total for stage in StepModel(row.work).memory(row.plan)) / limit(row.work)
 
 
 def outcomes(
@@ -181,7 +181,7 @@ def memory_errors(found: Sequence[Outcome]) -> dict[str, Any]:
     for o in found:
         if not o.row.memory:
             continue
-        stages = memory(o.row.work, o.row.plan)
+        stages = StepModel(o.row.work).memory(o.row.plan)
         if "rank 0" in o.row.raw.get("notes", ""):
             stages = stages[:1]
         elif "first/last" in o.row.raw.get("notes", ""):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
-from hpctrain.layout import ParallelLayout
+from hpctrain.layout import DENSE_AXES, ParallelLayout
 from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
@@ -390,6 +390,7 @@ def parse(raw: dict[str, str]) -> Row:
         states=states,
         recompute=recompute,
         sequence_parallel=bool(parallel) and tp > 1,
+        order=DENSE_AXES,  # what Megatron and its kin number ranks by
     )
     memory = _memory(raw)
     kind = "moe" if shape.experts else "long" if sequence >= LONG else "dense"

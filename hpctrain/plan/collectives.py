@@ -44,12 +44,16 @@ class Wires:
     def of(cls, platform: Platform, values: Calibration) -> Wires:
         return cls(platform, values.link, values.network, values.hop_seconds)
 
-    def group(self, size: int, stride: int = 1) -> Group:
-        """The group of ``size`` ranks that are ``stride`` ranks apart."""
+    def group(self, *axes: tuple[int, int]) -> Group:
+        """The joint group of nested axes, each given as (ranks, ranks between neighbours)."""
         domain = self.platform.domain_devices
-        local = min(size, max(1, domain // stride))
-        while size % local:
-            local -= 1
+        size = local = 1
+        for ranks, stride in axes:
+            size *= ranks
+            near = min(ranks, max(1, domain // stride))
+            while ranks % near:
+                near -= 1
+            local *= near
         return Group(size, local)
 
     def gather(self, total: float, group: Group) -> float:
@@ -84,8 +88,12 @@ class Wires:
             outside = sent * (n - local) / n / (self.platform.nic_bandwidth * self.network)
         return max(inside, outside) + self.hop * (1 + _NODE_HOPS * math.log2(n / local))
 
-    def send(self, moved: float, stride: int) -> float:
-        """Seconds to send ``moved`` bytes to the rank ``stride`` away."""
-        if stride < self.platform.domain_devices:
+    def send(self, moved: float, ranks: int, stride: int) -> float:
+        """Seconds to send ``moved`` bytes to the next of ``ranks`` that are ``stride`` apart.
+
+        Over the network as soon as one pair of the chain lies in two domains: the slowest link
+        sets a pipeline's pace.
+        """
+        if stride * ranks <= self.platform.domain_devices:
             return moved / (self.platform.peer_bandwidth * self.link) + self.hop
         return moved / (self.platform.nic_bandwidth * self.network) + 2.0 * self.hop

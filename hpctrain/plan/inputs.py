@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hpctrain.layout import ParallelLayout
+from hpctrain.layout import DEFAULT_ORDER, ParallelLayout
 from hpctrain.plan.platform import Platform
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import Calibration, Stack
@@ -64,6 +64,7 @@ class Strategy:
         states: placement of parameters, gradients and optimizer states.
         recompute: ``none``, ``selective`` (the attention core) or ``full`` (every layer).
         sequence_parallel: norms and residuals are split over the tensor-parallel group.
+        order: dense axes, outermost first, as ranks are numbered.
     """
 
     layout: ParallelLayout
@@ -73,6 +74,15 @@ class Strategy:
     states: StatePlacement = StatePlacement()
     recompute: str = "none"
     sequence_parallel: bool = False
+    order: tuple[str, ...] = DEFAULT_ORDER
+
+    def strides(self) -> dict[str, int]:
+        """Ranks between neighbours along each dense axis."""
+        found, step = {}, 1
+        for axis in reversed(self.order):
+            found[axis] = step
+            step *= self.layout.size(axis)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,11 +78,13 @@ class Device:
         moved = bytes_each * (m * n + m * k + n * k)
         return 2.0 * m * n * k / self.gemm * lost + self.traffic * moved / self.memory
 
-    def linear(self, tokens: float, inputs: float, outputs: float) -> tuple[float, float]:
-        """Forward and backward seconds of a linear layer (backward: two products)."""
-        forward = self.product(tokens, outputs, inputs)
-        backward = self.product(tokens, inputs, outputs) + self.product(inputs, outputs, tokens)
-        return forward, backward
+    def linear(self, tokens: float, inputs: float, outputs: float) -> tuple[float, float, float]:
+        """Seconds of a linear layer: forward, gradient of its inputs, gradient of its weights."""
+        return (
+            self.product(tokens, outputs, inputs),
+            self.product(tokens, inputs, outputs),
+            self.product(inputs, outputs, tokens),
+        )
 
     def attention_core(
         self, kernel: str, samples: float, queries: float, keys: float, heads: float, head_dim: int

@@ -67,10 +67,10 @@ class LayerTime:
     forward: Seconds
     backward: Seconds
     recompute: Seconds
-
-    @property
-    def total(self) -> float:
-        return self.forward.total + self.backward.total + self.recompute.total
+    weights: float = 0.0
+    """Part of the backward pass that only weight gradients need."""
+    total: float = 0.0
+    """All of it."""
 
 
 def layer_time(
@@ -86,16 +86,19 @@ def layer_time(
     """
     model, values, layout = work.model, work.values, plan.layout
     tp, cp = layout.tp, layout.cp
+    strides = plan.strides()
     tokens = plan.micro_batch * work.sequence / cp
     split = tp if plan.sequence_parallel else 1
     kernel = work.kernel
 
     forward, backward = Seconds(), Seconds()
+    weights = 0.0
     width = model.heads * model.head_dim
     for inputs, outputs in ((model.hidden, model.qkv_width / tp), (width / tp, model.hidden)):
-        f, b = device.linear(tokens, inputs, outputs)
+        f, i, w = device.linear(tokens, inputs, outputs)
         forward.products += f
-        backward.products += b
+        backward.products += i + w
+        weights += w
     forward.attention, backward.attention = device.attention_core(
         kernel,
         plan.micro_batch,
@@ -129,7 +132,7 @@ def layer_time(
     # Feed-forward network.
     gate = 2 if model.gated else 1
     if sparse:
-        _experts(work, device, wires, plan, forward, backward)
+        weights += _experts(work, device, wires, plan, forward, backward)
         dense_ffn = model.shared_ffn
     else:
         dense_ffn = int(ffn)
@@ -138,13 +141,14 @@ def layer_time(
             (model.hidden, gate * dense_ffn / tp),
             (dense_ffn / tp, model.hidden),
         ):
-            f, b = device.linear(tokens, inputs, outputs)
+            f, i, w = device.linear(tokens, inputs, outputs)
             forward.products += f
-            backward.products += b
+            backward.products += i + w
+            weights += w
 
     # Tensor parallelism: two all-reduces, or their halves on both sides of the split regions.
     if tp > 1:
-        one = wires.gather(2.0 * tokens * model.hidden, wires.group(tp))
+        one = wires.gather(2.0 * tokens * model.hidden, wires.group((tp, strides["tp"])))
         count = 2.0 if sparse and plan.sequence_parallel else 4.0
         forward.tp = count * one * (1.0 - values.tp_overlap)
         hidden = max(values.tp_overlap, values.tp_backward_overlap)
@@ -155,9 +159,8 @@ def layer_time(
 
     # Context parallelism: keys and values travel the ring behind the attention of the last block.
     if cp > 1:
-        stride = tp
         kv = 4.0 * tokens * model.kv_heads * model.head_dim / tp
-        ring = wires.gather(kv * cp, wires.group(cp, stride))
+        ring = wires.gather(kv * cp, wires.group((cp, strides["cp"])))
         forward.cp = max(0.0, ring - 0.8 * forward.attention)
         backward.cp = max(0.0, 2.0 * ring - 0.8 * backward.attention)
 
@@ -170,7 +173,8 @@ def layer_time(
         share = work.stack.selective_share
         recompute.products = share * forward.products
         recompute.elementwise = share * forward.elementwise
-    return LayerTime(forward, backward, recompute)
+    total = forward.total + backward.total + recompute.total
+    return LayerTime(forward, backward, recompute, weights, total)
 
 
 def _experts(
@@ -180,8 +184,8 @@ def _experts(
     plan: Strategy,
     forward: Seconds,
     backward: Seconds,
-) -> None:
-    """Adds routed experts: dispatch, grouped products and combine."""
+) -> float:
+    """Adds routed experts: dispatch, grouped products and combine; returns weight-gradient time."""
     model, layout = work.model, plan.layout
     ep, etp = layout.ep, layout.etp
     tokens = plan.micro_batch * work.sequence / layout.cp
@@ -190,22 +194,25 @@ def _experts(
     local = model.experts / ep
     rows = routed * (ep / model.experts)
     gate = 2 if model.gated else 1
+    weights = 0.0
     for inputs, outputs in (
         (model.hidden, gate * model.ffn_hidden / etp),
         (model.ffn_hidden / etp, model.hidden),
     ):
-        f, b = device.linear(max(rows, 1.0), inputs, outputs)
+        f, i, w = device.linear(max(rows, 1.0), inputs, outputs)
         forward.products += f * local
-        backward.products += b * local
+        backward.products += (i + w) * local
+        weights += w * local
     moved = held * model.topk * model.hidden * _PERMUTE
     forward.elementwise += device.stream(moved)
     backward.elementwise += device.stream(moved)
     if ep > 1:
-        group = wires.group(ep, etp)
+        group = wires.group((ep, etp))
         one = wires.all_to_all(2.0 * held * model.topk * model.hidden, group)
         exposed = 2.0 * one * (1.0 - work.values.expert_overlap)
         forward.ep += exposed
         backward.ep += exposed
+    return weights
 
 
 def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> float:
@@ -213,11 +220,11 @@ def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> f
     model, layout = work.model, plan.layout
     tokens = plan.micro_batch * work.sequence / layout.cp
     vocab = model.vocab / layout.tp
-    f, b = device.linear(tokens, model.hidden, vocab)
+    products = sum(device.linear(tokens, model.hidden, vocab))
     if work.loss_is_parallel or layout.tp == 1:
-        return f + b + device.stream(tokens * vocab * _LOSS)
-    whole = wires.gather(2.0 * tokens * model.vocab, wires.group(layout.tp))
-    return f + b + whole + device.stream(tokens * model.vocab * _LOSS)
+        return products + device.stream(tokens * vocab * _LOSS)
+    whole = wires.gather(2.0 * tokens * model.vocab, wires.group((layout.tp, plan.strides()["tp"])))
+    return products + whole + device.stream(tokens * model.vocab * _LOSS)
 
 
 def embedding_time(work: Workload, device: Device, plan: Strategy) -> float:

@@ -1,7 +1,8 @@
 """Bytes of a device, by part, on every pipeline stage.
 
 Activation counts follow Korthikanti et al. 2022 (equations 1 to 4), generalised to gated networks
-and grouped key/value heads: what a fused implementation keeps for its backward pass.
+and grouped key/value heads: what a fused implementation keeps for its backward pass. Bytes of
+training state follow from the placement of each state.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hpctrain.plan.inputs import Placement, Strategy, Workload
-from hpctrain.plan.shapes import ModelShape
-from hpctrain.plan.steptime import stage_layers
+from hpctrain.plan.pipeline import form_of, has_form, simulated
 
 GIB = 2**30
 
@@ -48,17 +48,65 @@ class StageMemory:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def layer_activations(work: Workload, plan: Strategy) -> tuple[float, float]:
-    """Bytes that one block keeps for one micro-batch: as planned, and all of it once (live).
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of one micro-batch on a rank.
 
-    The second is what a recomputed block holds while it runs backward.
+    Attributes:
+        kept: of one block until its backward pass.
+        live: of one block that runs backward after it was recomputed; 0 without recompute.
+        logits: on the last stage.
+        buffers: sends and receives between stages.
     """
+
+    kept: float
+    live: float
+    logits: float
+    buffers: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes a parameter on a rank, from the placement of the states.
+
+    Attributes:
+        common: of parameters, gradients and optimizer states of what all data-parallel ranks
+            share.
+        routed: the same of experts, which their own ranks share.
+        unit: bytes a parameter of the block that runs (gathered copies and their gradients).
+        block: bytes a parameter of every block of a stage that stays gathered.
+        ends: bytes a gathered parameter of embedding and output layer.
+    """
+
+    common: tuple[float, float, float]
+    routed: tuple[float, float, float]
+    unit: float = 0.0
+    block: float = 0.0
+    ends: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Parameters of a rank before data-parallel sharding.
+
+    Attributes:
+        dense, experts: of one block.
+        first, last: of what only the first and the last stage hold.
+    """
+
+    dense: float
+    experts: float
+    first: float
+    last: float
+
+
+def activations(work: Workload, plan: Strategy) -> Activations:
+    """What one micro-batch leaves on a rank."""
     model, layout = work.model, plan.layout
     tp = layout.tp
     tokens = plan.micro_batch * work.sequence / layout.cp
     each = 4.0 if work.dtype == "fp32" else 2.0
     split = tp if plan.sequence_parallel else 1
-
     # Residual stream: inputs and outputs of two norms, masks of two dropouts.
     half = 1.0 if work.dtype == "fp8" else each
     outputs = 2.0 * half
@@ -80,25 +128,75 @@ def layer_activations(work: Workload, plan: Strategy) -> tuple[float, float]:
     whole = tokens * (model.hidden * (stream / split + outputs / gathered) + inner / tp)
     scores = 0.0
     if work.kernel in ("torch", "fused"):
-        scores = (
-            _SCORES
-            * plan.micro_batch
-            * model.heads
-            / tp
-            * (work.sequence / layout.cp)
-            * work.sequence
-        )
+        rows = plan.micro_batch * model.heads / tp * (work.sequence / layout.cp)
+        scores = _SCORES * rows * work.sequence
+    live = 0.0
     if plan.recompute == "full":
-        kept = each * tokens * model.hidden / split
+        kept, live = each * tokens * model.hidden / split, whole + scores
     elif plan.recompute == "selective":
         kept = whole
     else:
         kept = whole + scores
-    return kept, whole + scores
+    logits = tokens * model.vocab * work.kept_logit_bytes
+    if work.loss_is_parallel:
+        logits /= tp
+    elif tp > 1:
+        logits += tokens * model.vocab * _GATHERED_LOGIT
+    buffers = 2 * each * tokens * model.hidden / split if layout.pp > 1 else 0.0
+    return Activations(kept, live, logits, buffers)
+
+
+def counts(work: Workload, plan: Strategy) -> Counts:
+    """Parameters that a rank holds a copy or a shard of."""
+    model, layout = work.model, plan.layout
+    table = model.vocab * model.hidden / layout.tp
+    alone = layout.pp == 1
+    return Counts(
+        dense=(model.layer_parameters - model.expert_parameters) / layout.tp,
+        experts=model.expert_parameters / (layout.ep * layout.etp),
+        first=table + model.positions * model.hidden,
+        last=(0.0 if model.tied and alone else table) + model.norm_parameters,
+    )
+
+
+def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
+    """Bytes a parameter that the placement of the states leaves on a rank."""
+    layout, states = plan.layout, plan.states
+    shard = layout.dp_shard * layout.cp
+    shards = (float(shard), float(min(shard, layout.edp)))
+    each = 4.0 if work.dtype == "fp32" else 2.0
+    weights, optimizer = work.weight_bytes, work.optimizer_bytes
+    gradients = work.state_gradient_bytes
+    if states.fully_sharded and weights == 2.0:
+        # the sharded parameters are the master copy; half-precision ones exist while gathered
+        weights, optimizer = 4.0, optimizer - 4.0
+
+    def held(share: float) -> tuple[float, float, float]:
+        found = []
+        for placement, size in (
+            (states.parameters, weights),
+            (states.gradients, gradients),
+            (states.optimizer, optimizer),
+        ):
+            if placement is Placement.REPLICATED:
+                found.append(size)
+            elif placement is Placement.OFFLOADED:
+                found.append(0.0)
+            else:
+                found.append(size / share)
+        return found[0], found[1], found[2]
+
+    common, routed = held(shards[0]), held(shards[1])
+    if states.parameters is Placement.GATHERED:
+        # the running block and the one fetched ahead, and gradients of one before they scatter
+        return StateBytes(common, routed, unit=2 * each + gradients, ends=each)
+    if states.parameters is Placement.MATERIALISED:
+        return StateBytes(common, routed, unit=gradients, block=each, ends=each)
+    return StateBytes(common, routed)
 
 
 def stage_memory(
-    work: Workload, plan: Strategy, layers: Sequence[int], in_flight: Sequence[float]
+    work: Workload, plan: Strategy, layers: Sequence[int], held: Sequence[float]
 ) -> tuple[StageMemory, ...]:
     """Memory of each pipeline stage.
 
@@ -106,115 +204,54 @@ def stage_memory(
         work: what is planned.
         plan: the cut.
         layers: blocks of each stage.
-        in_flight: micro-batches whose activations a stage holds at its fullest moment, in units
-            of all its blocks.
+        held: micro-batches whose activations a stage holds at its fullest moment, in units of
+            all its blocks.
     """
-    model, layout = work.model, plan.layout
-    tp, pp = layout.tp, layout.pp
-    each = 4.0 if work.dtype == "fp32" else 2.0
-    kept, live = layer_activations(work, plan)
-    tokens = plan.micro_batch * work.sequence / layout.cp
-    dense = (model.layer_parameters - model.expert_parameters) / tp
-    experts = model.expert_parameters / (layout.ep * layout.etp)
-    states = plan.states
-    shard = layout.dp_shard * layout.cp
-    weight_bytes, optimizer_bytes = work.weight_bytes, work.optimizer_bytes
-    if states.fully_sharded and weight_bytes == 2.0:
-        # the sharded parameters are the master copy; half-precision ones exist while gathered
-        weight_bytes, optimizer_bytes = 4.0, optimizer_bytes - 4.0
+    kept = activations(work, plan)
+    size, state = counts(work, plan), state_bytes(work, plan)
+    pp = plan.layout.pp
     found = []
     for stage in range(pp):
-        first, last = stage == 0, stage == pp - 1
-        copies = 1 if model.tied and pp == 1 else int(first) + int(last)
-        ends = copies * model.vocab * model.hidden / tp
-        ends += (model.positions * model.hidden if first else 0) + last * model.norm_parameters
-        common = layers[stage] * dense + ends
-        routed = layers[stage] * experts
-
-        def held(placement: Placement, bytes_each: float, common: float, routed: float) -> float:
-            if placement is Placement.REPLICATED:
-                return bytes_each * (common + routed)
-            if placement is Placement.OFFLOADED:
-                return 0.0
-            return bytes_each * (common / shard + routed / min(shard, layout.edp))
-
-        gathered = 0.0
-        unit = dense + experts
-        if states.parameters is Placement.GATHERED:
-            # the running block and the one fetched ahead, and gradients of one before they scatter
-            gathered = 2 * each * unit + work.state_gradient_bytes * unit
-            gathered += each * ends
-        elif states.parameters is Placement.MATERIALISED:
-            gathered = each * (common + routed) + work.state_gradient_bytes * unit
-        activations = in_flight[stage] * layers[stage] * kept
-        if plan.recompute == "full":
-            activations += live
-        logits = 0.0
-        if last:
-            logits = tokens * model.vocab * work.kept_logit_bytes
-            if work.loss_is_parallel:
-                logits /= tp
-            elif tp > 1:
-                logits += tokens * model.vocab * _GATHERED_LOGIT
+        ends = (size.first if stage == 0 else 0.0) + (size.last if stage == pp - 1 else 0.0)
+        common = layers[stage] * size.dense + ends
+        routed = layers[stage] * size.experts
+        block = size.dense + size.experts
+        parts = [c * common + r * routed for c, r in zip(state.common, state.routed, strict=True)]
+        gathered = state.unit * block + state.block * layers[stage] * block + state.ends * ends
         found.append(
             StageMemory(
-                parameters=held(states.parameters, weight_bytes, common, routed),
-                gradients=held(states.gradients, work.state_gradient_bytes, common, routed),
-                optimizer=held(
-                    states.optimizer, optimizer_bytes, common, routed
-                ),
-                activations=activations,
-                logits=logits,
+                parameters=parts[0],
+                gradients=parts[1],
+                optimizer=parts[2],
+                activations=held[stage] * layers[stage] * kept.kept + kept.live,
+                logits=kept.logits if stage == pp - 1 else 0.0,
                 gathered=gathered,
+                buffers=kept.buffers,
                 context=work.stack.context_bytes,
-                buffers=2 * each * tokens * model.hidden / (tp if plan.sequence_parallel else 1)
-                if pp > 1
-                else 0.0,
             )
         )
     return tuple(found)
 
 
-def in_flight(schedule: str, stage: int, pp: int, virtual: int, micro_batches: int) -> float:
-    """Micro-batches, in units of a stage's blocks, whose activations are held at the peak.
+def micro_batches_held(plan: Strategy, micro_batches: int, ratios: tuple[float, float] = (1.0, 1.0)) -> tuple[float, ...]:
+    """Micro-batches, in units of a stage's blocks, that each rank holds at its fullest moment.
 
-    1F1B: min(p - i, m). Interleaved: the first stage holds p·(1 + (p-1)/(p·v)) of them
-    (Korthikanti et al. 2022, section 4.2.3), later ones one chunk less each. GPipe: all.
+    Closed forms of 1F1B and its kin (Korthikanti et al. 2022, section 4.2.3); other schedules by
+    simulating their table.
+
+    Args:
+        plan: the cut.
+        micro_batches: of a step.
+        ratios: seconds of the two backward parts over the forward pass, for simulated schedules.
     """
+    pp = plan.layout.pp
     if pp == 1:
-        return 1.0
-    if schedule == "gpipe":
-        return float(micro_batches)
-    if virtual > 1:
-        warm = (virtual - 1) * pp + 2 * (pp - stage - 1) + 1
-        return min(warm, virtual * micro_batches) / virtual
-    return float(min(pp - stage, micro_batches))
-
-
-def memory(work: Workload, plan: Strategy, layers: Sequence[int] | None = None) -> tuple[StageMemory, ...]:
-    """Memory of each stage of a strategy, with the stack's own deal of layers."""
-    layout = plan.layout
-    micro_batches = max(1, work.global_batch // (layout.dp * plan.micro_batch))
-    if layers is None:
-        layers = work.stages or stage_layers(
-            work.model.layers,
-            layout.pp,
-            plan.virtual,
-            work.stack.balanced_stages,
-            head_weight(work.model),
-        )
-    held = [
-        in_flight(plan.schedule, i, layout.pp, plan.virtual, micro_batches)
-        for i in range(layout.pp)
-    ]
-    return stage_memory(work, plan, layers, held)
-
-
-def head_weight(model: ModelShape) -> float:
-    """Weights of the output layer in units of those of a block."""
-    return model.vocab * model.hidden / max(1, model.matmul_weights - model.vocab * model.hidden) * (
-        model.layers
-    )
+        return (1.0,)
+    if has_form(plan.schedule):
+        form = form_of(plan.schedule, plan.virtual)
+        return tuple(form.held(i, pp, plan.virtual, micro_batches) for i in range(pp))
+    _, held = simulated(plan.schedule, pp, plan.virtual, micro_batches, ratios)
+    return held
 
 
 def limit(work: Workload) -> float:

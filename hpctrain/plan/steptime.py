@@ -1,17 +1,89 @@
-"""Seconds of a step: blocks on stages, the pipeline, data-parallel traffic, the optimizer."""
+"""Seconds of a step: blocks on stages, the pipeline, data-parallel traffic, the optimizer.
+
+A step is put together from two parts that do not know each other: ``Pipe`` (what a pipeline of
+one data-parallel rank does with its micro-batches) and ``StateCost`` (what keeping parameters,
+gradients and optimizer states where they are placed costs). The search multiplies the two.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field
 
 from hpctrain.plan.collectives import Wires
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.kernels import Device
 from hpctrain.plan.layer import LayerTime, Seconds, embedding_time, head_time, layer_time
+from hpctrain.plan.memory import StageMemory, micro_batches_held, stage_memory
+from hpctrain.plan.pipeline import form_of, has_form, simulated
 
 _OPTIMIZER_BYTES = 30.0
 """Adam in mixed precision, bytes a parameter: reads master, two moments and gradient (16), writes
 master and moments (12) and the half-precision copy (2)."""
+_UNHIDDEN = 0.05
+"""Part of a hidden gradient reduction that shows nevertheless: its first and last buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """A run of neighbouring stages that are alike.
+
+    Attributes:
+        seconds: a micro-batch, forward and backward.
+        layers: blocks of each.
+        count: stages of the run.
+        start: number of the first one.
+    """
+
+    seconds: float
+    layers: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """A pipeline's work before the cost of sharded state.
+
+    Attributes:
+        micro_batches: m.
+        kinds: its stages in order; the first and the last stage are runs of their own.
+        idle: idle share of a further stage's seconds (1 for 1F1B, less for other forms).
+        simulated: idle seconds of a schedule without a closed form, in place of ``idle``.
+        send: seconds a micro-batch of sends on a middle stage.
+        head: seconds a micro-batch of the output layer on the last stage.
+        layers: blocks of the fullest stage.
+        block: one block's time.
+    """
+
+    micro_batches: int
+    kinds: tuple[StageKind, ...]
+    idle: float
+    simulated: float | None
+    send: float
+    head: float
+    layers: int
+    block: LayerTime
+
+
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """Cost of the placement of training state.
+
+    Attributes:
+        reduction: seconds a step of summing gradients and handing out parameters, hidden or not.
+        optimizer: seconds a step of the update.
+        tied: seconds a step of summing a shared embedding's gradient over the pipeline's ends.
+        gathering: seconds a block and micro-batch of gathering and scattering sharded state.
+        ends: the same for embedding and output layer, a micro-batch of the first stage.
+    """
+
+    reduction: float
+    optimizer: float
+    tied: float
+    gathering: float = 0.0
+    ends: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +95,7 @@ class StepTime:
         micro_batches: forward passes of a pipeline in a step.
         split: seconds by kind, on the stage that sets the pace; sums to ``seconds``.
         stages: seconds a micro-batch of each stage, forward and backward.
+        layers: blocks of each stage.
         bubble: idle seconds of the pipeline.
     """
 
@@ -30,32 +103,73 @@ class StepTime:
     micro_batches: int
     split: dict[str, float]
     stages: tuple[float, ...]
+    layers: tuple[int, ...]
     bubble: float
     layer: LayerTime = field(repr=False)
 
 
-def stage_layers(layers: int, pp: int, virtual: int, balanced: bool, ends: float) -> list[int]:
-    """Layers of each pipeline stage.
+def deal(
+    layers: int, pp: int, virtual: int, balanced: bool, ends: float
+) -> tuple[tuple[int, int], ...]:
+    """Blocks of pipeline stages as runs of (blocks, stages); ends are runs of one stage.
 
     Evenly where they divide (over virtual chunks too); else with the embedding and the output
-    layer each taking a layer's place, where that divides; else, or where ``balanced``, dealt so
-    that the slowest stage is as fast as can be when the output layer weighs ``ends`` layers.
+    layer each taking a block's place, where that divides; else, or where ``balanced``, dealt so
+    that the slowest stage is as fast as can be when the output layer weighs ``ends`` blocks.
     """
+    if pp == 1:
+        return ((layers, 1),)
     chunks = pp * virtual
-    if not balanced and layers % chunks == 0:
-        return [layers // pp] * pp
-    if not balanced and (layers + 2) % chunks == 0 and pp > 1:
-        places = [(layers + 2) // pp] * pp
-        places[0] -= 1
-        places[-1] -= 1
-        return places
-    if not balanced and layers % pp == 0:
-        return [layers // pp] * pp
-    load = [0] * pp
-    for _ in range(layers):
-        weights = [load[i] + (ends if i == pp - 1 else 0.0) for i in range(pp)]
-        load[weights.index(min(weights))] += 1
-    return load
+    even, padded = layers % chunks == 0, (layers + 2) % chunks == 0
+    if not balanced and (even or (layers % pp == 0 and not padded)):
+        return _runs(layers // pp, pp - 2, 0, layers // pp, layers // pp)
+    if not balanced and padded:
+        inner = (layers + 2) // pp
+        return _runs(inner, pp - 2, 0, inner - 1, inner - 1)
+    # one block at a time to the stage with the least, the last stage starting with ``ends``: it
+    # gets its next block once all others are above it
+    last = 0
+    while last < layers and (pp - 1) * (math.floor(ends + last) + 1) + last < layers:
+        last += 1
+    rest, more = divmod(layers - last, pp - 1)
+    first = rest + (1 if more else 0)
+    return _runs(rest, pp - 2, max(0, more - 1), first, last)
+
+
+def _runs(
+    inner: int, stages: int, fuller: int, first: int, last: int
+) -> tuple[tuple[int, int], ...]:
+    runs = ((first, 1), (inner + 1, fuller), (inner, stages - fuller), (last, 1))
+    return tuple(run for run in runs if run[1] > 0)
+
+
+def compose(pipe: Pipe, state: StateCost, fsdp_overlap: float, dp_overlap: float) -> tuple[
+    float, float, float, float
+]:
+    """Seconds of everything but the fixed cost of a step: running, bubble, reduction, gathering.
+
+    ``running`` is the slowest stage times the micro-batches and holds the gathering of its own
+    blocks, which is returned a block and micro-batch as the last number.
+    """
+    gathering = 0.0
+    if state.gathering:
+        hidden = fsdp_overlap * state.gathering
+        gathering = max(0.0, hidden - pipe.block.total) + state.gathering - hidden
+    slowest = whole = 0.0
+    for kind in pipe.kinds:
+        seconds = kind.seconds
+        if gathering:
+            seconds += gathering * kind.layers + (state.ends if kind.start == 0 else 0.0)
+        if seconds > slowest:
+            slowest = seconds
+        whole += seconds * kind.count
+    bubble = (whole - slowest) * pipe.idle if pipe.simulated is None else pipe.simulated
+    running = pipe.micro_batches * slowest
+    reduction = state.reduction
+    if reduction and dp_overlap:
+        hidden = dp_overlap * (running + bubble) / pipe.micro_batches
+        reduction = max(_UNHIDDEN * reduction, reduction - hidden)
+    return running, bubble, reduction, gathering
 
 
 class StepModel:
@@ -65,7 +179,9 @@ class StepModel:
         self.work = work
         self.device = Device.of(work.platform, work.values, work.dtype, work.kernel)
         self.wires = Wires.of(work.platform, work.values)
-        self._layers: dict[tuple[object, ...], tuple[LayerTime, LayerTime | None, float, float]] = {}
+        self._layers: dict[
+            tuple[object, ...], tuple[LayerTime, LayerTime | None, float, float]
+        ] = {}
 
     def layer(self, plan: Strategy) -> tuple[LayerTime, LayerTime | None, float, float]:
         """Times of a block, of a dense block among experts, of the head and of the embedding."""
@@ -78,6 +194,7 @@ class StepModel:
             plan.micro_batch,
             plan.recompute,
             plan.sequence_parallel,
+            plan.order,
         )
         found = self._layers.get(key)
         if found is None:
@@ -93,169 +210,208 @@ class StepModel:
 
     def step(self, plan: Strategy) -> StepTime:
         """The time of a step under a strategy."""
-        work, values, layout = self.work, self.work.values, plan.layout
-        model = work.model
-        block, dense, head, embedding = self.layer(plan)
-        pp = layout.pp
-        micro_batches = max(1, work.global_batch // (layout.dp * plan.micro_batch))
-        one = block.total
-        layers = work.stages or tuple(
-            stage_layers(
-                model.layers, pp, plan.virtual, work.stack.balanced_stages, head / max(one, 1e-30)
-            )
+        values = self.work.values
+        pipe = self.pipe(plan)
+        state = self.state(plan, pipe.layers)
+        running, bubble, reduction, gathering = compose(
+            pipe, state, values.fsdp_overlap, values.dp_overlap
         )
-        send = self._send(plan)
-        stages = [count * one for count in layers]
-        if dense is not None:
-            stages[0] += min(layers[0], model.dense_layers) * (dense.total - one)
-        stages[0] += embedding
-        stages[-1] += head
-        if pp > 1:
-            for i in range(pp):
-                ends = (i == 0) + (i == pp - 1)
-                stages[i] += send * (1.0 if ends == 0 or plan.virtual > 1 else 0.5)
-        gathered = self._sharded(plan, block)
-        if gathered:
-            stages = [s + gathered * n for s, n in zip(stages, layers, strict=True)]
-            gather_ends = self._sharded_ends(plan)
-            stages[0] += gather_ends
-        slowest = max(stages)
-        bubble = (sum(stages) - slowest) / plan.virtual if pp > 1 else 0.0
-        running = micro_batches * slowest
-        reduction = self._reduction(plan, max(layers), running + bubble, micro_batches)
-        optimizer = self._optimizer(plan, max(layers))
-        tied = self._tied(plan)
-        seconds = running + bubble + reduction + optimizer + tied + values.step_seconds
-        pace = stages.index(slowest)
-        split = self._split(block, micro_batches * layers[pace])
-        split["output layer"] = micro_batches * (head if pace == pp - 1 else 0.0)
-        split["sharded state"] = micro_batches * gathered * layers[pace]
-        split["pipeline sends"] = micro_batches * send if pp > 1 else 0.0
+        m = pipe.micro_batches
+        seconds = (
+            running + bubble + reduction + state.optimizer + state.tied + values.step_seconds
+        )
+        layers = [kind.layers for kind in pipe.kinds for _ in range(kind.count)]
+        stages = [
+            kind.seconds + gathering * kind.layers for kind in pipe.kinds for _ in range(kind.count)
+        ]
+        if gathering:
+            stages[0] += state.ends
+        pace, final = stages.index(max(stages)), len(stages) - 1
+        split = _split(pipe.block, m * layers[pace])
+        split["output layer"] = m * pipe.head if pace == final else 0.0
+        split["sharded state"] = m * gathering * layers[pace]
+        if gathering and pace == 0:
+            split["sharded state"] += m * state.ends
+        half = pace in (0, final) and plan.virtual == 1
+        split["pipeline sends"] = m * pipe.send * (0.5 if half else 1.0)
         split["pipeline bubble"] = bubble
-        split["gradient reduction"] = reduction + tied
-        split["optimizer"] = optimizer
+        split["gradient reduction"] = reduction + state.tied
+        split["optimizer"] = state.optimizer
         split["other"] = seconds - sum(split.values())
-        return StepTime(seconds, micro_batches, split, tuple(stages), bubble, block)
+        return StepTime(seconds, m, split, tuple(stages), tuple(layers), bubble, pipe.block)
 
-    # ---- parts -----------------------------------------------------------------------------
+    def memory(self, plan: Strategy) -> tuple[StageMemory, ...]:
+        """Bytes of each pipeline stage under a strategy."""
+        held = micro_batches_held(plan, self.micro_batches(plan), self.ratios(plan))
+        return stage_memory(self.work, plan, self.layers_of(plan), held)
 
-    @staticmethod
-    def _split(block: LayerTime, times: float) -> dict[str, float]:
-        whole = Seconds().plus(block.forward).plus(block.backward)
-        again = block.recompute
-        return {
-            "matrix products": times * whole.products,
-            "attention": times * whole.attention,
-            "element-wise": times * whole.elementwise,
-            "launches": times * (whole.launch + again.launch),
-            "recompute": times * (again.products + again.attention + again.elementwise),
-            "tensor parallel": times * (whole.tp + again.tp),
-            "context parallel": times * (whole.cp + again.cp),
-            "expert parallel": times * (whole.ep + again.ep),
-        }
+    def micro_batches(self, plan: Strategy) -> int:
+        """Forward passes of a pipeline in a step."""
+        return max(1, self.work.global_batch // (plan.layout.dp * plan.micro_batch))
 
-    def _stride(self, plan: Strategy) -> int:
-        """Ranks between neighbours of a pipeline (tensor, context, data inside; pipeline outside)."""
-        return plan.layout.stage_size
+    def ratios(self, plan: Strategy) -> tuple[float, float]:
+        """Seconds of input- and weight-gradient pass over those of the forward pass."""
+        block = self.layer(plan)[0]
+        forward = block.forward.total
+        inputs = block.backward.total + block.recompute.total - block.weights
+        return round(inputs / forward, 3), round(block.weights / forward, 3)
 
-    def _send(self, plan: Strategy) -> float:
+    # ---- the pipeline ----------------------------------------------------------------------
+
+    def runs_of(self, plan: Strategy) -> tuple[tuple[int, int], ...]:
+        """Blocks of the stages as runs of (blocks, stages); see ``deal``."""
+        work = self.work
+        if work.stages:
+            first, *inner, last = work.stages if len(work.stages) > 1 else (*work.stages, None)
+            runs = [(first, 1), *((n, len(list(g))) for n, g in itertools.groupby(inner))]
+            return tuple(runs) if last is None else (*runs, (last, 1))
+        block, _, head, _ = self.layer(plan)
+        return deal(
+            work.model.layers,
+            plan.layout.pp,
+            plan.virtual,
+            work.stack.balanced_stages,
+            head / block.total,
+        )
+
+    def layers_of(self, plan: Strategy) -> tuple[int, ...]:
+        """Blocks of each stage."""
+        return tuple(n for n, count in self.runs_of(plan) for _ in range(count))
+
+    def pipe(self, plan: Strategy) -> Pipe:
+        """What a pipeline does with its micro-batches."""
+        block, dense, head, embedding = self.layer(plan)
+        pp = plan.layout.pp
+        send = self.send(plan)
+        one = block.total
+        ends = send * (1.0 if plan.virtual > 1 else 0.5) if pp > 1 else 0.0
+        kinds, start, deepest = [], 0, 0
+        for layers, count in self.runs_of(plan):
+            seconds = layers * one
+            if start == 0:
+                seconds += embedding + ends
+                if dense is not None:
+                    few = min(layers, self.work.model.dense_layers)
+                    seconds += few * (dense.total - one)
+            if start + count == pp:
+                seconds += head + (ends if start else 0.0)
+            elif start:
+                seconds += send
+            kinds.append(StageKind(seconds, layers, count, start))
+            start += count
+            deepest = max(deepest, layers)
+        micro_batches = self.micro_batches(plan)
+        idle, bubble = 0.0, None
+        if pp > 1:
+            forward = block.forward.total
+            if has_form(plan.schedule):
+                inputs = one - forward - block.weights
+                form = form_of(plan.schedule, plan.virtual)
+                idle = form.bubble(forward, inputs, block.weights, plan.virtual) / one
+            else:
+                ratios = self.ratios(plan)
+                units, _ = simulated(plan.schedule, pp, plan.virtual, micro_batches, ratios)
+                bubble = units * max(kind.seconds for kind in kinds) * forward / one
+        return Pipe(
+            micro_batches, tuple(kinds), idle, bubble, send, head, deepest, block
+        )
+
+    def send(self, plan: Strategy) -> float:
         """Seconds a micro-batch and middle stage sends and waits, both directions, all chunks."""
         work, layout = self.work, plan.layout
         if layout.pp == 1:
             return 0.0
         whole = 2.0 * plan.micro_batch * work.sequence / layout.cp * work.model.hidden
         split = layout.tp > 1 and (plan.sequence_parallel or work.stack.split_sends)
-        one = self.wires.send(whole / (layout.tp if split else 1), self._stride(plan))
+        strides = plan.strides()
+        one = self.wires.send(whole / (layout.tp if split else 1), layout.pp, strides["pp"])
         if split and not plan.sequence_parallel:
-            one += self.wires.gather(whole, self.wires.group(layout.tp))
+            one += self.wires.gather(whole, self.wires.group((layout.tp, strides["tp"])))
         return 2.0 * one * (1.0 - work.values.pp_overlap) * plan.virtual
 
-    def _layer_bytes(self, plan: Strategy) -> tuple[float, float]:
-        """Parameters of a block on a rank before data-parallel sharding: dense and expert part."""
-        model, layout = self.work.model, plan.layout
-        dense = (model.layer_parameters - model.expert_parameters) / layout.tp
+    # ---- training state --------------------------------------------------------------------
+
+    def state(self, plan: Strategy, layers: int) -> StateCost:
+        """What the placement of parameters, gradients and optimizer states costs.
+
+        Args:
+            plan: the cut.
+            layers: blocks of the fullest stage.
+        """
+        work, layout, wires, states = self.work, plan.layout, self.wires, plan.states
+        model = work.model
+        strides = plan.strides()
+        block = (model.layer_parameters - model.expert_parameters) / layout.tp
         experts = model.expert_parameters / (layout.ep * layout.etp)
-        return dense, experts
-
-    def _sharded(self, plan: Strategy, block: LayerTime) -> float:
-        """Exposed seconds a block and micro-batch of gathering and scattering sharded state."""
-        if not plan.states.fully_sharded:
-            return 0.0
-        work, layout, wires = self.work, plan.layout, self.wires
-        dense, experts = self._layer_bytes(plan)
-        moved = 0.0
-        gathers = 1.0 if plan.states.parameters is Placement.MATERIALISED else 2.0
-        size = layout.dp_shard * layout.cp
-        for count, group in (
-            (dense, wires.group(size, layout.tp)),
-            (experts, wires.group(layout.edp, layout.ep * layout.etp)),
-        ):
-            if count:
-                moved += gathers * wires.gather(2.0 * count, group)
-                moved += wires.gather(work.gradient_bytes * count, group)
-        if layout.dp_replicate > 1:
-            replicas = wires.group(layout.dp_replicate, layout.tp * size)
-            moved += wires.all_reduce(work.gradient_bytes * (dense + experts) / size, replicas)
-        hidden = work.values.fsdp_overlap * moved
-        return max(0.0, hidden - block.total) + moved - hidden
-
-    def _sharded_ends(self, plan: Strategy) -> float:
-        """Seconds a micro-batch of gathering and scattering embedding and output weights."""
-        model, layout, wires = self.work.model, plan.layout, self.wires
-        group = wires.group(layout.dp_shard * layout.cp, layout.tp)
-        copies = 1 if model.tied else 2
-        count = copies * model.vocab * model.hidden / layout.tp
-        return wires.gather(2.0 * count, group) + wires.gather(
-            self.work.gradient_bytes * count, group
-        )
-
-    def _stage_parameters(self, plan: Strategy, layers: int) -> tuple[float, float]:
-        """Parameters a rank of the fullest stage trains: dense and expert part."""
-        model, layout = self.work.model, plan.layout
-        dense, experts = self._layer_bytes(plan)
+        table = model.vocab * model.hidden / layout.tp
         copies = 1 if model.tied or layout.pp > 1 else 2
-        ends = copies * model.vocab * model.hidden / layout.tp
-        return layers * dense + ends, layers * experts
-
-    def _reduction(self, plan: Strategy, layers: int, busy: float, micro_batches: int) -> float:
-        """Exposed seconds a step of summing gradients and handing out new parameters."""
-        work, layout, wires = self.work, plan.layout, self.wires
+        dense, routed = layers * block + copies * table, layers * experts
         size = layout.dp * layout.cp
-        if size == 1 or plan.states.fully_sharded:
-            return 0.0
-        dense, experts = self._stage_parameters(plan, layers)
+        gradient = work.gradient_bytes
+        shard = layout.dp_shard * layout.cp
+
+        moved = dense + routed
+        if states.optimizer is not Placement.REPLICATED:
+            moved = dense / shard + routed / min(layout.edp, shard)
+        optimizer = self.device.stream(_OPTIMIZER_BYTES * moved)
+        tied = 0.0
+        if layout.pp > 1 and model.tied:
+            ends = wires.group((2, strides["pp"] * (layout.pp - 1)))
+            tied = wires.all_reduce(gradient * table, ends)
+        if size == 1:
+            return StateCost(0.0, optimizer, tied)
+
+        near = ((layout.cp, strides["cp"]), (layout.dp_shard, strides["dp_shard"]))
+        far = (layout.dp_replicate, strides["dp_replicate"])
+        inner = wires.group(*near)
+        across = wires.group(far) if layout.dp_replicate > 1 else None
+        edp = wires.group((layout.edp, layout.ep * layout.etp))
+        if states.fully_sharded:
+            gathers = 1.0 if states.parameters is Placement.MATERIALISED else 2.0
+            each = gathers * wires.gather(2.0 * block, inner) + wires.gather(
+                gradient * block, inner
+            )
+            if experts:
+                each += gathers * wires.gather(2.0 * experts, edp)
+                each += wires.gather(gradient * experts, edp)
+            ends_bytes = (1 if model.tied else 2) * table
+            ends_seconds = wires.gather(2.0 * ends_bytes, inner)
+            ends_seconds += wires.gather(gradient * ends_bytes, inner)
+            if across is not None:
+                each += wires.all_reduce(gradient * (block + experts) / shard, across)
+            return StateCost(0.0, optimizer, tied, each, ends_seconds)
+
         seconds = 0.0
-        for count, group in (
-            (dense, wires.group(size, layout.tp)),
-            (experts, wires.group(layout.edp, layout.ep * layout.etp)),
-        ):
+        whole = wires.group(*near, far)
+        for count, group in ((dense, whole), (routed, edp)):
             if not count:
                 continue
-            one = wires.gather(work.gradient_bytes * count, group)
-            if plan.states.optimizer is Placement.REPLICATED:
-                seconds += 2.0 * one
-            else:
-                sharded = plan.states.gradients is not Placement.REPLICATED
-                scattered = sharded or work.stack.scattered_gradients
-                seconds += one if scattered else 2.0 * one
-                seconds += wires.gather(2.0 * count, group)
-        hidden = work.values.dp_overlap * busy / micro_batches
-        return max(0.05 * seconds, seconds - hidden) if hidden else seconds
+            if states.optimizer is Placement.REPLICATED:
+                seconds += wires.all_reduce(gradient * count, group)
+                continue
+            if group is whole and across is not None:
+                # sharded within a part of the data-parallel ranks, copies across them
+                seconds += wires.gather(gradient * count, inner) + wires.gather(2.0 * count, inner)
+                seconds += wires.all_reduce(gradient * count / shard, across)
+                continue
+            sharded = states.gradients is not Placement.REPLICATED
+            scattered = sharded or work.stack.scattered_gradients
+            one = wires.gather(gradient * count, group)
+            seconds += one if scattered else 2.0 * one
+            seconds += wires.gather(2.0 * count, group)
+        return StateCost(seconds, optimizer, tied)
 
-    def _optimizer(self, plan: Strategy, layers: int) -> float:
-        dense, experts = self._stage_parameters(plan, layers)
-        layout = plan.layout
-        if plan.states.optimizer is not Placement.REPLICATED:
-            dense /= layout.dp_shard * layout.cp
-            experts /= layout.edp
-        return self.device.stream(_OPTIMIZER_BYTES * (dense + experts))
 
-    def _tied(self, plan: Strategy) -> float:
-        """Seconds of summing the shared embedding's gradient over first and last stage."""
-        model, layout = self.work.model, plan.layout
-        if layout.pp == 1 or not model.tied:
-            return 0.0
-        group = self.wires.group(2, self._stride(plan) * (layout.pp - 1))
-        return self.wires.all_reduce(
-            self.work.gradient_bytes * model.vocab * model.hidden / layout.tp, group
-        )
+def _split(block: LayerTime, times: float) -> dict[str, float]:
+    whole = Seconds().plus(block.forward).plus(block.backward)
+    again = block.recompute
+    return {
+        "matrix products": times * whole.products,
+        "attention": times * whole.attention,
+        "element-wise": times * whole.elementwise,
+        "launches": times * (whole.launch + again.launch),
+        "recompute": times * (again.products + again.attention + again.elementwise),
+        "tensor parallel": times * (whole.tp + again.tp),
+        "context parallel": times * (whole.cp + again.cp),
+        "expert parallel": times * (whole.ep + again.ep),
+    }
