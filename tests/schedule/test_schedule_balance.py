@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -25,15 +25,13 @@ layer_times = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=9)
 def every_cut(layers: int, stages: int):
     for borders in combinations(range(1, layers), stages - 1):
         ends = (0, *borders, layers)
-        yield tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+        yield tuple(b - a for a, b in pairwise(ends))
 
 
 @settings(max_examples=150, deadline=None)
 @given(layer_times, st.integers(1, 5), st.data())
 def test_no_cut_is_better(times, stages, data):
-    speeds = data.draw(
-        st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=stages, max_size=stages)
-    )
+    speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=stages, max_size=stages))
     if stages > len(times):
         with pytest.raises(ImpossibleError, match="too few"):
             split_layers(times, stages, speeds=speeds)

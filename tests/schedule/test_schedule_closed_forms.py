@@ -22,9 +22,7 @@ each = settings(max_examples=60, deadline=None)
 
 
 def run(name: str, p: int, m: int, v: int | None = None, **options) -> Timeline:
-    return simulate(
-        make(name, ranks=p, chunks=v, micro_batches=m, transfers=False, **options)
-    )
+    return simulate(make(name, ranks=p, chunks=v, micro_batches=m, transfers=False, **options))
 
 
 def idle_over_ideal(timeline: Timeline) -> float:
@@ -220,7 +218,9 @@ def test_2bp(p, m):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "gpipe"])
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, None), (4, 8, None), (5, 17, None), (8, 24, None)])
+@pytest.mark.parametrize(
+    ("p", "m", "v"), [(2, 4, None), (4, 8, None), (5, 17, None), (8, 24, None)]
+)
 def test_the_claim_carried_by_a_schedule_is_the_tested_one(name, p, m, v):
     timeline = run(name, p, m, v)
     claim = timeline.schedule.claim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -154,7 +155,7 @@ def test_nothing_is_faster_than_its_work_and_its_longest_chain(name, p, m, v, f,
     work = m * (f + i + w)
     assert timeline.busy == pytest.approx((work,) * p)
     route = schedule.stages.routes[0]
-    hops = sum(a != b for a, b in zip(route, route[1:], strict=False))
+    hops = sum(a != b for a, b in pairwise(route))
     backward = i if schedule.split_backward else i + w
     chain = p * (f + backward) + 2 * hops * x
     assert timeline.makespan >= max(work, chain) * (1 - 1e-9)
@@ -174,9 +175,7 @@ def test_time_scales_and_slower_parts_never_help(name, p, m, factor):
     base = simulate(schedule, Costs(transfer=0.25))
     scaled = simulate(
         schedule,
-        Costs(
-            forward=factor, input_grad=factor, weight_grad=factor, transfer=0.25 * factor
-        ),
+        Costs(forward=factor, input_grad=factor, weight_grad=factor, transfer=0.25 * factor),
     )
     assert scaled.makespan == pytest.approx(base.makespan * factor)
     for slower in (

@@ -77,7 +77,15 @@ def test_json_round_trip(name, suffix, p, m):
 
 SMALL = [
     make(name, ranks=4, micro_batches=4)
-    for name in ("1f1b", "zb-v", "interleaved", "bitpipe", "1f1b+vocab", "bfs+fsdp", "gpipe+offload")
+    for name in (
+        "1f1b",
+        "zb-v",
+        "interleaved",
+        "bitpipe",
+        "1f1b+vocab",
+        "bfs+fsdp",
+        "gpipe+offload",
+    )
 ]
 
 
@@ -124,11 +132,7 @@ def test_what_a_receive_brings_cannot_be_used_before(data):
     receives = [i for i, a in enumerate(row) if a.kind in (K.RECV_F, K.RECV_B)]
     at = data.draw(st.sampled_from(receives))
     user = {K.RECV_F: (K.F,), K.RECV_B: (K.B, K.I)}[row[at].kind]
-    use = next(
-        i
-        for i, a in enumerate(row)
-        if a.kind in user and a[1:3] == row[at][1:3]
-    )
+    use = next(i for i, a in enumerate(row) if a.kind in user and a[1:3] == row[at][1:3])
     moved = row[:at] + row[at + 1 : use + 1] + [row[at]] + row[use + 1 :]
     assert find_problems(edited(schedule, rank, moved))
 
