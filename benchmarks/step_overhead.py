@@ -105,7 +105,6 @@ def measure(root: str, blocks: int, steps: int) -> dict[str, dict[str, list[floa
     import torch
 
     from hpctrain.layout import RankGrid
-    from hpctrain.model.build import build_model
     from hpctrain.optim.adamw import build_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.rundir import RunDir
@@ -126,14 +125,14 @@ def measure(root: str, blocks: int, steps: int) -> dict[str, dict[str, list[floa
     comm = start_mpi()
     spec = read_job(run.job).spec
     context = bootstrap(comm, RankGrid(layout_of(spec)), RankEnvironment.read())
-    model = parallelize(build_model(spec), spec, context)
-    optimizer = build_optimizer(model, spec.train)
+    model = parallelize(spec, context)
+    optimizer = build_optimizer(model.parameters(), spec.train)
     batches = Batches(open_source(spec), spec, context, start=0)
     ours = Trainer(
         spec=spec,
         context=context,
         state=TrainState(model, optimizer),
-        stepper=Stepper(model, optimizer, spec, context),
+        stepper=Stepper(model, optimizer, spec),
         batches=batches,
         checkpointer=Checkpointer(run.checkpoints, spec, context),
         recorder=Recorder(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.cli import output, provenance, text
 from hpctrain.cli.prepare import Prepared
-from hpctrain.cli.view import FINAL, RunView, look
+from hpctrain.cli.view import FINAL, RunView, look, lost_words
 from hpctrain.errors import Exit, HpctrainError, SchedulerError, UsageError
 from hpctrain.records import RunStatus, StateRecord, write_json
 from hpctrain.rundir import RunDir, safe_name
@@ -177,10 +177,7 @@ def _settle(view: RunView, code: int | None, killed: bool) -> RunView:
         return conclude(view, "cancelled", "ended at once from the keyboard")
     if view.failures or (view.state is not None and view.state.status in FINAL):
         return view
-    last = _last_line(view.run.job_log)
-    return conclude(
-        view, "failed", f"the launcher ended with code {code}" + (f": {last}" if last else "")
-    )
+    return conclude(view, "failed", f"{lost_words(view.run)} (code {code})")
 
 
 def conclude(view: RunView, status: RunStatus, reason: str) -> RunView:
@@ -200,14 +197,6 @@ def conclude(view: RunView, status: RunStatus, reason: str) -> RunView:
             )
         )
     return look(view.run)
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 # ---- on Slurm -----------------------------------------------------------------------------

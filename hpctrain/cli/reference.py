@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,6 @@ UNITS = {
     "model.ffn_hidden": "elements",
     "model.vocab_size": "tokens",
     "model.max_positions": "tokens",
-    "parallel.data": "ranks",
     "data.sequence_length": "tokens",
     "data.shuffle_block": "samples",
     "train.steps": "steps",
@@ -65,7 +65,8 @@ UNITS = {
     "checkpoint.keep": "checkpoints",
     "slurm.cpus_per_task": "cores",
 }
-"""What a count counts; sizes and times have their unit from their type."""
+"""What a count counts; sizes and times have their unit from their type, and all counts of
+``parallel`` are ranks."""
 
 _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "more than"), (Le, "le", "at most"),
            (Lt, "lt", "less than"))  # fmt: skip
@@ -124,7 +125,8 @@ def all_keys(section: Any = JobSpec, prefix: str = "") -> Iterator[Key]:
             words, unit = _type(hints[name], info)
             meaning, derived = _meaning(info.description or "")
             default = "" if info.is_required() else derived or _default(info)
-            unit = unit or UNITS.get(key, "")
+            if not unit and "whole number" in words:
+                unit = UNITS.get(key, "ranks" if key.startswith("parallel.") else "")
             yield Key(key, words, unit, info.is_required(), default, bool(derived), meaning)
 
 
@@ -165,16 +167,23 @@ def _type(hint: Any, info: FieldInfo) -> tuple[str, str]:
     return _plain_type(info.annotation), ""
 
 
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+
 def _plain_type(annotation: Any) -> str:
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in inner)
+        choices = ", ".join(str(choice) for choice in inner)
+        return choices if len(inner) == 1 else f"one of {choices}"
     if origin is dict:
         return "mapping of names to text" if typing.get_origin(inner[1]) else "mapping"
     if origin is tuple and inner[-1] is Ellipsis:
         return "list of text, one line each"
-    assert origin is tuple, f"no words for {annotation}"
-    return f"list of {len(inner)} numbers"
+    if origin is tuple:
+        return f"list of {len(inner)} numbers"
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(_plain_type(one) for one in inner if one is not types.NoneType)
+    return _WORDS.get(annotation, "a value")
 
 
 def _bounds(info: FieldInfo) -> str:

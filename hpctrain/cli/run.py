@@ -18,9 +18,9 @@ def command(rundir: Path) -> int:
     Started by mpiexec or srun on every rank; `hpctrain submit` and `hpctrain resume` do that.
     """
     run = RunDir(rundir.absolute())
-    if not run.job.is_file():
+    if not (run.job.is_file() and run.provenance.is_file()):
         raise UsageError(
-            f"{rundir}: not a run directory (no job.yaml in it)",
+            f"{rundir}: not a run directory (job.yaml and {run.provenance.name} belong there)",
             hint="ranks are started by hpctrain submit JOB or hpctrain resume RUN",
         )
     from hpctrain.train.main import run_rank

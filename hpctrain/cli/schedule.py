@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +87,15 @@ def show(
     validate(schedule)
     timeline = simulate(schedule, costs)
     if svg is not None:
-        svg.write_text(draw_svg(timeline), encoding="utf-8")
+        _write(svg, draw_svg(timeline))
     if trace is not None:
-        trace.write_text(json.dumps(draw_trace(timeline)), encoding="utf-8")
+        _write(trace, json.dumps(draw_trace(timeline)))
     if table is not None:
-        table.write_text(json.dumps(schedule.to_json()), encoding="utf-8")
+        _write(table, json.dumps(schedule.to_json()))
     if as_json:
         output.emit_json(draw_json(timeline))
         return
-    width = click.get_terminal_size()[0] if output.is_terminal() else 0
+    width = shutil.get_terminal_size().columns if output.is_terminal() else 0
     output.line(draw_text(timeline, width=width, colour=output.colours()))
     for kind, path in (("picture", svg), ("trace", trace), ("table", table)):
         if path is not None:
@@ -196,7 +197,11 @@ def check(file: Path) -> None:
     from hpctrain.schedule import Schedule, find_problems
 
     try:
-        schedule = Schedule.from_json(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+    try:
+        schedule = Schedule.from_json(text)
         problems = find_problems(schedule)
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from None
@@ -207,6 +212,15 @@ def check(file: Path) -> None:
         )
     actions = sum(len(row) for row in schedule.actions)
     output.line(f"{schedule.name}: {actions} actions on {schedule.ranks} ranks, all is well")
+
+
+def _write(path: Path, text: str) -> None:
+    from hpctrain.errors import UsageError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 def _costs(times: dict[str, float]) -> Any:

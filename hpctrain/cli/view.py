@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,7 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
         state = run.read_state()
     attempt = len(launches) - 1
     failures = tuple(run.read_failures(attempt)) if launches else ()
-    status, reason = _status(state, launch, living, word, failures)
+    status, reason = _status(run, state, launch, living, word, failures)
     records = recent(run)
     since = launch.submitted if launch is not None else 0.0
     fresh = [record for record in records if record.time >= since]
@@ -157,6 +158,7 @@ def failure_code(failures: tuple[FailureRecord, ...]) -> Exit:
 
 
 def _status(
+    run: RunDir,
     state: StateRecord | None,
     launch: LaunchRecord | None,
     living: bool | None,
@@ -177,10 +179,7 @@ def _status(
             return ended, word.reason or f"Slurm ended the job: {word.state}"
         return ("starting" if status in ("created", "submitted") else status), reason
     if living is False:
-        return "failed", (
-            "lost: the launcher ended without a word of the ranks (killed, out of memory, or "
-            "the machine went down); hpctrain logs shows what it printed"
-        )
+        return "failed", lost_words(run)
     if living and status in ("created", "submitted"):
         return "starting", reason
     return status, reason
@@ -194,6 +193,25 @@ def _requeued(
         word is not None and not word.over and state is not None
         and state.time > failures[-1].time + 5
     )  # fmt: skip
+
+
+_TELLING = re.compile(r"signal \d|exit code|error|killed|not found|no such file", re.IGNORECASE)
+
+
+def lost_words(run: RunDir) -> str:
+    """Why a run is taken for lost, with the most telling line that its launcher printed."""
+    try:
+        lines = run.job_log.read_text(errors="replace").splitlines()[-50:]
+    except OSError:
+        lines = []
+    lines = [line.strip("= \t") for line in lines if line.strip("= \t")]
+    telling = [line for line in lines if _TELLING.search(line)] or lines
+    if telling:
+        return f"lost: the ranks wrote no end; the launcher said: {telling[-1]}"
+    return (
+        "lost: neither the ranks nor the launcher wrote an end (killed, out of memory, or the "
+        "machine went down)"
+    )
 
 
 def failure_words(failures: tuple[FailureRecord, ...]) -> str:

@@ -185,6 +185,8 @@ class Transformer(nn.Module):
         self.head = (
             nn.Linear(dims.hidden, dims.vocab_size, bias=False, **factory) if has_head else None
         )
+        # Where ranks hold slices of the residual stream, its length is not the sequence's.
+        self.sequence_shards = 1
         self._tie()
 
     @property
@@ -214,7 +216,8 @@ class Transformer(nn.Module):
             ValueError: dropout without keys.
         """
         if positions is None:
-            positions = torch.arange(inputs.shape[1], device=inputs.device)
+            length = inputs.shape[1] * (self.sequence_shards if self.embedding is None else 1)
+            positions = torch.arange(length, device=inputs.device)
         x = inputs
         if self.embedding is not None:
             x = self.embedding(x, positions, keys)

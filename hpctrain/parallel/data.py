@@ -33,8 +33,6 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs."""
     from torch.nn.parallel import DistributedDataParallel
 
-    if mesh.size() == 1:
-        return model
     return DistributedDataParallel(
         model,
         process_group=mesh.get_group(),

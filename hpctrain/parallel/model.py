@@ -9,7 +9,7 @@ global tensors, for initialisation, checkpoints and norms, are worked out here a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,12 @@ class ParallelModel:
         cuts: by name; a parameter without one is whole.
         copies: names of parameters that another pipeline stage owns (the output layer's copy
             of a tied embedding): not written, not counted in norms.
+
+    Attributes:
+        token_loss: (logits of this rank, targets) -> mean cross entropy.
     """
+
+    token_loss: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(
         self,

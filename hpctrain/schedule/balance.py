@@ -7,6 +7,7 @@ Embedding and output layer, slower devices, or ranks with less memory make equal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -143,8 +144,8 @@ class _Cut:
                 return count
         return len(self.times) - start
 
-    def possible(self, bound: float) -> bool:
-        """Whether a cut exists: each stage in turn takes all it can, which is never worse."""
+    def greedy(self, bound: float) -> bool:
+        """Whether each stage in turn, taking all it can, gets through: then a cut exists."""
         start = 0
         for stage in range(self.stages):
             left_over = len(self.times) - start - (self.stages - stage - 1)
@@ -155,21 +156,31 @@ class _Cut:
         return start == len(self.times)
 
     def least_time(self) -> float:
-        """Time of the slowest stage in the best cut."""
-        high = sum(self.times) / min(self.speeds)
-        if not self.possible(high):
+        """Time of the slowest stage in the best cut.
+
+        Greedy cuts give a first bound, which keeps the exact search over all cuts narrow.
+        """
+        low, high = 0.0, sum(self.times) / min(self.speeds)
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.greedy(middle) else (middle, high)
+        best = {0: 0.0}  # layers dealt out: time of the slowest stage so far
+        for stage in range(self.stages):
+            following: dict[int, float] = {}
+            for start, slowest in best.items():
+                time = 0.0
+                for count in range(1, self.most(stage, start, high) + 1):
+                    time += self.times[start + count - 1] / self.speeds[stage]
+                    end = start + count
+                    following[end] = min(following.get(end, math.inf), max(slowest, time))
+            best = following
+        if len(self.times) not in best:
             raise ImpossibleError(
                 f"no cut into {self.stages} stages fits into memory",
                 hint="more pipeline ranks, fewer micro-batches in flight (v-half, v-min), "
                 "recomputed or offloaded activations",
             )
-        low = 0.0
-        for _ in range(100):
-            middle = (low + high) / 2
-            if middle in (low, high):
-                break
-            low, high = (low, middle) if self.possible(middle) else (middle, high)
-        return high
+        return best[len(self.times)]
 
     def most_even(self, bound: float) -> tuple[int, ...]:
         """Of the cuts within ``bound`` the one with the least sum of squares."""

@@ -14,6 +14,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.schedule import automatic, classic, transforms, v_shape, waves, zero_bubble, zeropp
 from hpctrain.schedule.building import require
+from hpctrain.schedule.graph import InvalidScheduleError
 from hpctrain.schedule.table import Schedule
 from hpctrain.schedule.transfers import with_transfers
 
@@ -209,22 +210,27 @@ def make(
     base, suffixes = parse(name)
     method = METHODS[base]
     if "waves" in options and base == "hanayo":
-        chunks = 2 * options.pop("waves")
+        chunks = 2 * _number(name, "waves", options.pop("waves"), whole=True)
     chunks = method.chunks if chunks is None else chunks
     for key, value in (("ranks", ranks), ("chunks", chunks), ("micro_batches", micro_batches)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"schedule {name}: {key} is a whole number >= 1, found {value!r}")
     functions = [method.generator, *(TRANSFORMS[suffix][0] for suffix in suffixes)]
-    given = [_take(function, options) for function in functions]
+    given = [_take(name, function, options) for function in functions]
     if options:
         known = [option for function in functions for option in _options(function)]
         unknown = next(iter(options))
         raise UsageError(
             f"schedule {name} has no option {unknown!r}", hint=_suggest(unknown, known)
         )
-    schedule = method.generator(ranks, chunks, micro_batches, **given[0])
-    for function, mine in zip(functions[1:], given[1:], strict=True):
-        schedule = function(schedule, **mine)
+    try:
+        schedule = method.generator(ranks, chunks, micro_batches, **given[0])
+        for function, mine in zip(functions[1:], given[1:], strict=True):
+            schedule = function(schedule, **mine)
+    except InvalidScheduleError:
+        raise  # a fault of a generator, not of who called it
+    except ValueError as error:
+        raise UsageError(f"schedule {name}: {error}") from None
     return with_transfers(schedule) if transfers else schedule
 
 
@@ -251,13 +257,29 @@ def _suggest(word: str, known: Iterable[str]) -> str:
     return f"{start}known: {', '.join(known) or 'none'}"
 
 
-def _options(function: Callable[..., Schedule]) -> list[str]:
-    return [
-        parameter.name
+def _options(function: Callable[..., Schedule]) -> dict[str, str]:
+    """Keyword options of a generator or transform, with their types."""
+    return {
+        parameter.name: str(parameter.annotation)
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
+    }
 
 
-def _take(function: Callable[..., Schedule], options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options.pop(key) for key in _options(function) if key in options}
+def _take(name: str, function: Callable[..., Schedule], options: dict[str, Any]) -> dict[str, Any]:
+    """Move a function's own options out of ``options``, numbers checked."""
+    taken: dict[str, Any] = {}
+    for key, annotation in _options(function).items():
+        if key in options:
+            value = options.pop(key)
+            if annotation.startswith(("int", "float")):
+                value = _number(name, key, value, whole=annotation.startswith("int"))
+            taken[key] = value
+    return taken
+
+
+def _number(name: str, key: str, value: Any, *, whole: bool) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        kind = "whole number" if whole else "number"
+        raise UsageError(f"schedule {name}: option {key} is a {kind}, found {value!r}")
+    return value

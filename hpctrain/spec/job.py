@@ -32,6 +32,7 @@ from hpctrain.spec.fields import (
     show,
 )
 from hpctrain.spec.transformer import TransformerDims
+from hpctrain.spec.yaml_tree import plain
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -171,9 +172,45 @@ def default_ffn_hidden(hidden: int, activation: str) -> int:
     return 4 * hidden if activation == "gelu" else -(-8 * hidden // (3 * 64)) * 64
 
 
+def _shard_size(value: Any) -> Any:
+    found = plain(value)
+    if found in ("auto", "node"):
+        return found
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(f"found {show(value)}; auto, node or a number of ranks belongs here")
+    return found
+
+
+class TensorPlanSpec(Section):
+    """Which linears of your own model tensor parallelism cuts."""
+
+    column: tuple[Line, ...] = Field(
+        (),
+        description="Patterns of module names (blocks.*.fc1) whose outputs are spread over the "
+        "tensor group.",
+    )
+    row: tuple[Line, ...] = Field(
+        (),
+        description="Patterns of module names whose inputs are spread and whose outputs are "
+        "summed; they follow column ones.",
+    )
+
+
 class ParallelSpec(Section):
     """How the ranks share the work; the product of the axes is the number of ranks."""
 
+    tensor: Count = Field(
+        1, description="Ranks that share each layer (heads, channels, vocabulary)."
+    )
+    sequence: Boolean = Field(
+        True,
+        description="With tensor above 1: norms, dropout and residuals are shared along the "
+        "sequence too (sequence parallelism); needs data.sequence_length divisible by tensor.",
+    )
+    tensor_plan: TensorPlanSpec = Field(
+        default_factory=lambda: TensorPlanSpec(),
+        description="Which linears of your own model tensor parallelism cuts.",
+    )
     data: AutoCount = Field(
         "auto", description="Data-parallel ranks; auto takes all that the other axes leave."
     )
@@ -182,6 +219,12 @@ class ParallelSpec(Section):
         description="What data-parallel ranks shard: none (DDP: every rank holds everything), "
         "zero2 (FSDP2: gradients and optimizer states; parameters stay gathered between "
         "forward and backward), zero3 (FSDP2: parameters too).",
+    )
+    shard: Annotated[int | Literal["auto", "node"], BeforeValidator(_shard_size)] = Field(
+        "auto",
+        description="Data-parallel ranks that share one copy of what is sharded: auto is all of "
+        "them; node as many as fit a node, with copies between nodes (hybrid sharding, MiCS); "
+        "or a number.",
     )
 
 

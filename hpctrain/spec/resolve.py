@@ -41,12 +41,14 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
     if ranks_per_node == "auto":
         ranks_per_node = values["ranks_per_node"] = site.devices_per_node or 1
     world = spec.nodes * ranks_per_node
-    data = spec.parallel.data
     try:
-        layout = ParallelLayout.resolve(world, data=data)
+        layout = _layout(spec, world, ranks_per_node)
     except ImpossibleError as error:
-        raise ImpossibleError(str(job.locate("parallel.data", str(error)))) from None
+        problem = job.locate("parallel", error.message.removeprefix("parallel: "))
+        raise ImpossibleError(str(problem), hint=error.hint) from None
     data = values["parallel.data"] = layout.dp
+    if spec.parallel.shard == "node":
+        values["parallel.shard"] = layout.dp_shard
     values |= _batch(job, data)
     values |= _model(spec)
     if spec.checkpoint.every is None:
@@ -68,12 +70,18 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
 
 def layout_of(spec: JobSpec) -> ParallelLayout:
     """The layout of a resolved job."""
-    assert isinstance(spec.parallel.data, int)
     assert isinstance(spec.ranks_per_node, int)
+    return _layout(spec, spec.nodes * spec.ranks_per_node, spec.ranks_per_node)
+
+
+def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
+    parallel = spec.parallel
     return ParallelLayout.resolve(
-        spec.nodes * spec.ranks_per_node,
-        data=spec.parallel.data,
-        shard=1 if spec.parallel.sharding == "none" else "auto",
+        world,
+        tensor=parallel.tensor,
+        data=parallel.data,
+        shard=1 if parallel.sharding == "none" else parallel.shard,
+        ranks_per_node=ranks_per_node,
     )
 
 
@@ -131,6 +139,27 @@ def check(job: Job) -> None:
             job,
             "data.sequence_length",
             f"{length} tokens are more than model.max_positions {longest}",
+        )
+    tensor = spec.parallel.tensor
+    if tensor > 1 and spec.model.module is None:
+        _check_tensor(job, tensor)
+
+
+def _check_tensor(job: Job, tensor: int) -> None:
+    spec = job.spec
+    dims = spec.model.transformer()
+    for key in ("heads", "ffn_hidden", "vocab_size"):
+        total = getattr(dims, key)
+        if total < tensor:
+            message = f"{tensor} ranks cannot share model.{key} = {total}; at most {total} can"
+            raise _impossible(job, "parallel.tensor", message)
+    length = spec.data.sequence_length
+    if spec.parallel.sequence and length and length % tensor:
+        raise _impossible(
+            job,
+            "parallel.sequence",
+            f"data.sequence_length {length} does not divide over {tensor} tensor-parallel ranks; "
+            f"set parallel.sequence: false, or a length of {length // tensor * tensor or tensor}",
         )
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from hpctrain.model.build import user_function
 from hpctrain.model.dropout import dropout_keys
-from hpctrain.model.transformer import next_token_loss
 from hpctrain.optim.schedule import learning_rate
 from hpctrain.parallel.data import accumulating
 
@@ -25,29 +24,16 @@ Loss = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
 """(model, batch, dropout keys of its samples) -> mean loss of the micro-batch."""
 
 
-def token_loss(
-    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor
-) -> torch.Tensor:
-    """Cross entropy of the next token, mean over the micro-batch, nats."""
-    tokens, targets = batch
-    return next_token_loss(model(tokens, keys), targets)
-
-
-def loss_of(spec: JobSpec) -> Loss:
-    """The job's loss: the user's, or next-token cross entropy."""
+def loss_of(spec: JobSpec, parallel: ParallelModel) -> Loss:
+    """The job's loss: the user's, or cross entropy of the next token in nats."""
     entry, args = spec.train.loss.module, spec.train.loss.args
-    if entry is None:
-        return token_loss if spec.model.module is None else _user_model_loss
-    function = user_function(entry, "train.loss.module")
-    return lambda model, batch, _keys: function(model, batch, **args)
-
-
-def _user_model_loss(
-    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], _keys: torch.Tensor
-) -> torch.Tensor:
-    """A user's model with our loss takes tokens and gives logits."""
-    tokens, targets = batch
-    return next_token_loss(model(tokens), targets)
+    if entry is not None:
+        function = user_function(entry, "train.loss.module")
+        return lambda model, batch, _keys: function(model, batch, **args)
+    if spec.model.module is not None:
+        # A user's model with our loss takes tokens and gives logits.
+        return lambda model, batch, _keys: parallel.token_loss(model(batch[0]), batch[1])
+    return lambda model, batch, keys: parallel.token_loss(model(batch[0], keys), batch[1])
 
 
 class Stepper:
@@ -68,7 +54,7 @@ class Stepper:
         self.model = model
         self.optimizer = optimizer
         self.train = spec.train
-        self.loss = loss_of(spec)
+        self.loss = loss_of(spec, model)
         self.device = model.context.device
         sharded = spec.parallel.sharding != "none"
         # FSDP2 casts by its own policy; autocast would cast what it already gathered.

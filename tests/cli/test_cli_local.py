@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,13 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, tokens: Path) -> Path:
+def here(tmp_path: Path, tokens: Path) -> Iterator[Path]:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "tokens.h5").symlink_to(tokens)
-    return tmp_path
+    yield tmp_path
+    for run in RunDir.all(tmp_path / "runs"):  # what a failed test leaves behind
+        for process in ranks_of(run):
+            process.kill()
 
 
 def call(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,114 @@
+"""Entering and leaving the tensor-parallel region of a layer, with the right gradients.
+
+Between regions the residual stream is whole on every rank of the group, or, under sequence
+parallelism, each rank holds a slice of the sequence (Korthikanti et al. 2022, section 4.2.2)::
+
+                     enter                    leave
+    plain       x ──identity──▶ [ local ] ──all-reduce──────▶ y     (f and g of Megatron-LM)
+                dx ◀─all-reduce─         ◀──identity───────── dy
+    sequence    x ──all-gather─▶ [ local ] ──reduce-scatter─▶ y     (g and ḡ)
+                dx ◀reduce-scatter─      ◀──all-gather─────── dy
+
+Sequences are dimension 1 of (B, S, H).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share the layers of one stage.
+
+    Attributes:
+        group: torch process group.
+        rank: of this process in it.
+        size: ranks.
+        sequence: the residual stream is sliced along the sequence.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    sequence: bool = False
+
+    def enter(self, x_BSH: Tensor) -> Tensor:
+        """The whole input of a region."""
+        return _Enter.apply(x_BSH, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def leave(self, y_BSH: Tensor) -> Tensor:
+        """The sum of the ranks' outputs: whole, or this rank's slice of the sequence."""
+        return _Leave.apply(y_BSH, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def gather(self, x_BSH: Tensor) -> Tensor:
+        """Slices of the sequence to the whole; no gradient."""
+        slices = x_BSH.new_empty(self.size * x_BSH.shape[0], *x_BSH.shape[1:])
+        dist.all_gather_into_tensor(slices, x_BSH.contiguous(), group=self.group)
+        return slices.unflatten(0, (self.size, -1)).movedim(0, 1).flatten(1, 2)
+
+    def start_reduce(self, y_BSH: Tensor) -> Pending:
+        """Begin to sum the ranks' tensors; see :class:`Pending`. The input may be overwritten."""
+        if not self.sequence:
+            whole = y_BSH.contiguous()
+            return Pending(whole, dist.all_reduce(whole, group=self.group, async_op=True), whole)
+        slices = y_BSH.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        mine = torch.empty_like(slices[0])
+        work = dist.reduce_scatter_tensor(
+            mine, slices.flatten(0, 1), group=self.group, async_op=True
+        )
+        return Pending(mine, work, slices)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A reduction under way; ``source`` lives until it is done."""
+
+    result: Tensor
+    work: Any
+    source: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.result
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.gather(x) if group.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.group.start_reduce(grad.clone()).wait(), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.start_reduce(y.clone()).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        group: TensorGroup = ctx.group
+        return group.gather(grad) if group.sequence else grad, None
+
+
+def share(total: int, size: int, rank: int) -> tuple[int, int]:
+    """First and one past the last of ``total`` things of a rank; the first ranks take the rest.
+
+    Raises:
+        ValueError: fewer things than ranks.
+    """
+    if total < size:
+        raise ValueError(f"{total} cannot be shared by {size} ranks")
+    each, rest = divmod(total, size)
+    first = rank * each + min(rank, rest)
+    return first, first + each + (rank < rest)

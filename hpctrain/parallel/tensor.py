@@ -1,0 +1,302 @@
+"""Tensor and sequence parallelism of the transformer, and of users' own linears.
+
+Each rank of a tensor group holds, of every layer::
+
+    attention   query, key, value   some heads (rows)        output   their columns
+    ffn         up, gate            some channels (rows)     down     their columns
+    embedding   tokens              some rows                positions, norms, dropout: whole
+    head                            some rows (of the same vocabulary)
+
+Heads go to ranks in whole key-value groups where there are enough of them. Where there are
+fewer key-value heads than ranks, every rank keeps key and value whole, computes those it needs,
+and the gradients are summed (``Cut.partial``). Heads, channels and vocabulary need not divide:
+the first ranks take one more.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from hpctrain.errors import ImpossibleError, UsageError
+from hpctrain.model.dropout import Dropout
+from hpctrain.model.transformer import Attention, Embedding, FeedForward, Transformer, rotate
+from hpctrain.parallel.linear import ColumnLinear, RowLinear, column_linears, row_linear
+from hpctrain.parallel.model import Cut
+from hpctrain.parallel.regions import TensorGroup, share
+from hpctrain.parallel.vocabulary import parallel_embedding
+from hpctrain.spec.transformer import TransformerDims
+
+Range = tuple[int, int]
+
+
+def check_dims(dims: TransformerDims, size: int) -> None:
+    """Raises ImpossibleError where a layer cannot be shared by ``size`` ranks."""
+    for what, total in (
+        ("heads", dims.heads),
+        ("ffn_hidden", dims.ffn_hidden),
+        ("vocab_size", dims.vocab_size),
+    ):
+        if total < size:
+            raise ImpossibleError(
+                f"parallel.tensor: {size} ranks cannot share model.{what} = {total}; at most "
+                f"{total} can"
+            )
+
+
+class Heads:
+    """Which heads a rank computes.
+
+    Attributes:
+        query: range of its query heads.
+        kv: range of the key-value heads they need.
+        shared: key-value heads are fewer than ranks: their weights stay whole everywhere.
+        kv_of_query: for each query head, its key-value head within ``kv``.
+    """
+
+    def __init__(self, dims: TransformerDims, size: int, rank: int) -> None:
+        repeat = dims.heads // dims.kv_heads
+        self.shared = dims.kv_heads < size
+        if self.shared:
+            self.query = share(dims.heads, size, rank)
+            self.kv = (self.query[0] // repeat, (self.query[1] - 1) // repeat + 1)
+        else:
+            self.kv = share(dims.kv_heads, size, rank)
+            self.query = (self.kv[0] * repeat, self.kv[1] * repeat)
+        self.kv_of_query = [head // repeat - self.kv[0] for head in range(*self.query)]
+
+
+def cut_transformer(model: Transformer, group: TensorGroup) -> dict[str, Cut]:
+    """Make a whole model or a stage on the meta device this rank's part of it, in place.
+
+    Returns:
+        The cut of every parameter, by its name in the whole model.
+
+    Raises:
+        ImpossibleError: more ranks than heads, channels or tokens.
+    """
+    dims = model.dims
+    check_dims(dims, group.size)
+    cuts: dict[str, Cut] = {}
+    heads = Heads(dims, group.size, group.rank)
+    for index, block in model.layers.items():
+        name = f"layers.{index}"
+        _cut_attention(block.attention, f"{name}.attention", heads, group, cuts)
+        _cut_ffn(block.ffn, f"{name}.ffn", dims, group, cuts)
+    vocabulary = share(dims.vocab_size, group.size, group.rank)
+    if model.embedding is not None:
+        model.embedding.__class__ = ParallelEmbedding
+        model.embedding.set_up(group, vocabulary[0])
+        _cut_rows(model.embedding.tokens, "embedding.tokens", vocabulary, cuts)
+    if model.head is not None:
+        name = "embedding.tokens" if dims.tied_embeddings else "head"
+        if not (dims.tied_embeddings and model.embedding is not None):
+            _cut_rows(model.head, name, vocabulary, cuts)
+        model.head.__class__ = ColumnLinear
+        model.head.group = group
+    if group.sequence:
+        model.sequence_shards = group.size
+        for module in model.modules():
+            if isinstance(module, Dropout):
+                module.__class__ = SliceDropout
+                module.group = group
+    model._tie()
+    logical = model.logical_names
+    for name, parameter in model.named_parameters():
+        name = logical.get(name, name)
+        shape = tuple(parameter.shape)
+        partial = ("tp",) if group.sequence else ()
+        cuts.setdefault(name, Cut(shape, (0,) * len(shape), partial=partial))
+    return cuts
+
+
+class ParallelAttention(Attention):
+    """Attention over some heads."""
+
+    def set_up(self, group: TensorGroup, heads: Heads) -> None:
+        self.group = group
+        self.heads = heads
+        repeat, rest = divmod(len(heads.kv_of_query), heads.kv[1] - heads.kv[0])
+        regular = [i // repeat for i in range(len(heads.kv_of_query))] if not rest else []
+        self._uneven = None if regular == heads.kv_of_query else heads.kv_of_query
+
+    def _layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        layers = [(self.query.weight, self.query.bias)]
+        for linear in (self.key, self.value):
+            weight, bias = linear.weight, linear.bias
+            if self.heads.shared:
+                rows = slice(*(head * self.head_dim for head in self.heads.kv))
+                weight, bias = weight[rows], None if bias is None else bias[rows]
+            layers.append((weight, bias))
+        return layers
+
+    def forward(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim))
+            for y in column_linears(x_BSH, self._layers(), self.group)
+        )
+        if self.rope_theta is not None:
+            q = rotate(q, positions, self.rope_theta)
+            k = rotate(k, positions, self.rope_theta)
+        if self._uneven is not None:
+            k, v = k[:, :, self._uneven], v[:, :, self._uneven]
+        y_BNSD = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        y_BSF = y_BNSD.transpose(1, 2).flatten(2)
+        return row_linear(y_BSF, self.output.weight, self.output.bias, self.group)
+
+
+class ParallelFeedForward(FeedForward):
+    """A feed-forward network over some channels."""
+
+    group: TensorGroup
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        linears = [self.up] if self.gate is None else [self.up, self.gate]
+        layers = [(linear.weight, linear.bias) for linear in linears]
+        y, *gate = column_linears(x_BSH, layers, self.group)
+        if gate:
+            y = nn.functional.silu(gate[0]) * y
+        else:
+            y = nn.functional.gelu(y, approximate="tanh")
+        return row_linear(y, self.down.weight, self.down.bias, self.group)
+
+
+class ParallelEmbedding(Embedding):
+    """Embedding over some rows of the vocabulary."""
+
+    def set_up(self, group: TensorGroup, first: int) -> None:
+        self.group = group
+        self.first = first
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+        x_BSH = parallel_embedding(tokens_BS, self.tokens.weight, self.first, self.group)
+        if self.positions is not None:
+            x_BSH = x_BSH + self.positions(slice_of(positions, self.group))
+        return self.dropout(x_BSH, keys, positions)  # type: ignore[no-any-return]
+
+
+class SliceDropout(Dropout):
+    """Dropout on this rank's slice of the sequence, with the mask of the whole."""
+
+    group: TensorGroup
+
+    def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor | None = None) -> Tensor:
+        assert positions is not None, "a slice of a sequence needs its positions"
+        return super().forward(x, keys, slice_of(positions, self.group))
+
+
+def slice_of(positions: Tensor, group: TensorGroup) -> Tensor:
+    """This rank's part of (S,) or (B, S) positions; all without sequence parallelism."""
+    if not group.sequence:
+        return positions
+    return positions.chunk(group.size, dim=-1)[group.rank]
+
+
+def _cut_attention(
+    attention: Attention, name: str, heads: Heads, group: TensorGroup, cuts: dict[str, Cut]
+) -> None:
+    size = attention.head_dim
+    query = (heads.query[0] * size, heads.query[1] * size)
+    _cut_rows(attention.query, f"{name}.query", query, cuts)
+    for kind in ("key", "value"):
+        linear, full_name = getattr(attention, kind), f"{name}.{kind}"
+        if heads.shared:
+            for part, parameter in linear.named_parameters():
+                shape = tuple(parameter.shape)
+                whole = Cut(shape, (0,) * len(shape), partial=("tp",))
+                cuts[f"{full_name}.{part}"] = whole
+        else:
+            _cut_rows(linear, full_name, (heads.kv[0] * size, heads.kv[1] * size), cuts)
+    _cut_columns(attention.output, f"{name}.output", query, group, cuts)
+    attention.__class__ = ParallelAttention
+    assert isinstance(attention, ParallelAttention)
+    attention.set_up(group, heads)
+
+
+def _cut_ffn(
+    ffn: FeedForward, name: str, dims: TransformerDims, group: TensorGroup, cuts: dict[str, Cut]
+) -> None:
+    channels = share(dims.ffn_hidden, group.size, group.rank)
+    _cut_rows(ffn.up, f"{name}.up", channels, cuts)
+    if ffn.gate is not None:
+        _cut_rows(ffn.gate, f"{name}.gate", channels, cuts)
+    _cut_columns(ffn.down, f"{name}.down", channels, group, cuts)
+    ffn.__class__ = ParallelFeedForward
+    assert isinstance(ffn, ParallelFeedForward)
+    ffn.group = group
+
+
+def _cut_rows(module: nn.Module, name: str, rows: Range, cuts: dict[str, Cut]) -> None:
+    """Keep some rows of a weight and its bias."""
+    for part, parameter in list(module.named_parameters(recurse=False)):
+        shape = tuple(parameter.shape)
+        offsets = (rows[0], *(0 for _ in shape[1:]))
+        cuts[f"{name}.{part}"] = Cut(shape, offsets, axes=("tp",))
+        setattr(module, part, nn.Parameter(parameter.detach()[rows[0] : rows[1]].clone()))
+
+
+def _cut_columns(
+    module: nn.Module, name: str, columns: Range, group: TensorGroup, cuts: dict[str, Cut]
+) -> None:
+    """Keep some columns of a weight; the bias is added after the sum, whole."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    cuts[f"{name}.weight"] = Cut(tuple(weight.shape), (0, columns[0]), axes=("tp",))
+    module.weight = nn.Parameter(weight.detach()[:, columns[0] : columns[1]].clone())
+    bias = module.bias
+    if isinstance(bias, Tensor):
+        partial = ("tp",) if group.sequence else ()
+        cuts[f"{name}.bias"] = Cut(tuple(bias.shape), (0,), partial=partial)
+
+
+# ---- users' own models ------------------------------------------------------------------------
+
+
+def cut_linears(
+    model: nn.Module, plan: Mapping[str, Sequence[str]], group: TensorGroup
+) -> dict[str, Cut]:
+    """Cut the linears of a user's model that a plan names, in place.
+
+    Args:
+        model: whole, with its weights.
+        plan: ``column`` and ``row``: patterns of module names, as ``blocks.*.fc1``. What a
+            column-parallel linear gives is this rank's part of its outputs, and a
+            row-parallel one takes such a part.
+        group: tensor group, without sequence parallelism.
+
+    Raises:
+        UsageError: a pattern names no linear.
+        ImpossibleError: a linear is narrower than the group.
+    """
+    cuts: dict[str, Cut] = {}
+    for kind, new_class in (("column", ColumnLinear), ("row", RowLinear)):
+        for pattern in plan.get(kind, ()):
+            found = list(_linears(model, pattern))
+            if not found:
+                known = ", ".join(n for n, m in model.named_modules() if isinstance(m, nn.Linear))
+                raise UsageError(
+                    f"parallel.tensor_plan.{kind}: {pattern!r} names no linear of the model",
+                    hint=f"its linears: {known or 'none'}",
+                )
+            for name, linear in found:
+                width = linear.out_features if kind == "column" else linear.in_features
+                if width < group.size:
+                    raise ImpossibleError(
+                        f"parallel.tensor: {group.size} ranks cannot share {name}, {width} wide"
+                    )
+                part = share(width, group.size, group.rank)
+                if kind == "column":
+                    _cut_rows(linear, name, part, cuts)
+                else:
+                    _cut_columns(linear, name, part, group, cuts)
+                linear.__class__ = new_class
+                linear.group = group  # type: ignore[assignment]
+    return cuts
+
+
+def _linears(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and fnmatch.fnmatchcase(name, pattern):
+            yield name, module
