@@ -22,6 +22,7 @@ from hpctrain.errors import Exit, HpctrainError, SpecError
 
 COMMANDS = {
     "init": "Write a commented job file that works as it stands.",
+    "plan": "Say whether a job fits, how fast it is, and what would be better.",
     "submit": "Start a run from a job file, here or on Slurm.",
     "status": "Show where a run stands, and why.",
     "logs": "Print what the ranks of a run wrote.",

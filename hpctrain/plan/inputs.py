@@ -145,7 +145,7 @@ class Workload:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a parameter that matrix products read."""
-        return 4.0 if self.dtype == "fp32" else 2.0
+        return 4.0 if self.dtype == "fp32" else self.stack.weight_bytes
 
     @property
     def optimizer_bytes(self) -> float:
@@ -158,7 +158,12 @@ class Workload:
 
     @property
     def kept_logit_bytes(self) -> float:
-        return self.logit_bytes or self.stack.logit_bytes
+        stated = self.stack.logit_bytes_fp32 if self.dtype == "fp32" else self.stack.logit_bytes
+        return self.logit_bytes or stated
+
+    def micro_batches(self, plan: Strategy) -> int:
+        """Forward passes of a pipeline in a step."""
+        return max(1, self.global_batch // (plan.layout.dp * plan.micro_batch))
 
     def calibrated(self, values: Calibration) -> Workload:
         """The same under other numbers."""

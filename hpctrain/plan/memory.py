@@ -8,16 +8,15 @@ training state follow from the placement of each state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.pipeline import form_of, has_form, simulated
 
 GIB = 2**30
 
-_NORM_KEPT = 1.0
-"""Bytes a token and unit of width that a layer keeps beside norm inputs and outputs."""
 _NORM_UNFUSED_KEPT = 16.0
+"""As Stack.norm_kept, where a norm is several kernels in fp32."""
 _GATHERED_LOGIT = 12.0
 """Further bytes a logit where they are gathered over the tensor-parallel group for the loss:
 the gathered value, its transposed copy, and the gradients of both and of the parts."""
@@ -111,7 +110,7 @@ def activations(work: Workload, plan: Strategy) -> Activations:
     half = 1.0 if work.dtype == "fp8" else each
     outputs = 2.0 * half
     stream = 2.0 * each + (2.0 if model.dropout else 0.0)
-    stream += _NORM_KEPT if work.norms_fused else _NORM_UNFUSED_KEPT
+    stream += work.stack.norm_kept if work.norms_fused else _NORM_UNFUSED_KEPT
     again = plan.recompute == "selective" and work.kernel in ("flash1", "flash2", "cudnn")
     if again:
         outputs = 0.0  # norms and activation functions run again instead
@@ -171,6 +170,10 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
         # the sharded parameters are the master copy; half-precision ones exist while gathered
         weights, optimizer = 4.0, optimizer - 4.0
 
+    accumulated = work.stack.accumulates_whole and work.micro_batches(plan) > 1
+    if accumulated and states.gradients is Placement.SHARDED:
+        states = replace(states, gradients=Placement.REPLICATED)
+
     def held(share: float) -> tuple[float, float, float]:
         found = []
         for placement, size in (
@@ -192,6 +195,8 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
         return StateBytes(common, routed, unit=2 * each + gradients, ends=each)
     if states.parameters is Placement.MATERIALISED:
         return StateBytes(common, routed, unit=gradients, block=each, ends=each)
+    if work.stack.casts and work.dtype != "fp32":
+        return StateBytes(common, routed, block=2.0, ends=2.0)
     return StateBytes(common, routed)
 
 

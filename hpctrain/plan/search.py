@@ -329,7 +329,7 @@ def _score(
         for split in (space.sequence_parallel if tp > 1 else (False,))
         if not split or work.sequence % (tp * layout.cp) == 0
     ]
-    states_of: dict[tuple[int, tuple[str, ...]], _States] = {}
+    states_of: dict[tuple[int, tuple[str, ...], bool], _States] = {}
     for micro in space.micro_batch or divisors(share):
         if share % micro:
             continue
@@ -355,10 +355,11 @@ def _score(
                 )
                 pipe = model.pipe(plan)
                 fills = _Fills(pp, virtual, m, schedule, work, pipe, kept)
-                states = states_of.get((pipe.layers, order))
+                key = (pipe.layers, order, m > 1)
+                states = states_of.get(key)
                 if states is None:
                     states = _states(model, plan, pipe.layers, space, order)
-                    states_of[pipe.layers, order] = states
+                    states_of[key] = states
                 bound = fills.bytes(*states.least)
                 if bound > room:
                     # less than any placement of the states needs: nothing here can fit

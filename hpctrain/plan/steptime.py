@@ -242,12 +242,8 @@ class StepModel:
 
     def memory(self, plan: Strategy) -> tuple[StageMemory, ...]:
         """Bytes of each pipeline stage under a strategy."""
-        held = micro_batches_held(plan, self.micro_batches(plan), self.ratios(plan))
+        held = micro_batches_held(plan, self.work.micro_batches(plan), self.ratios(plan))
         return stage_memory(self.work, plan, self.layers_of(plan), held)
-
-    def micro_batches(self, plan: Strategy) -> int:
-        """Forward passes of a pipeline in a step."""
-        return max(1, self.work.global_batch // (plan.layout.dp * plan.micro_batch))
 
     def ratios(self, plan: Strategy) -> tuple[float, float]:
         """Seconds of input- and weight-gradient pass over those of the forward pass."""
@@ -300,7 +296,7 @@ class StepModel:
             kinds.append(StageKind(seconds, layers, count, start))
             start += count
             deepest = max(deepest, layers)
-        micro_batches = self.micro_batches(plan)
+        micro_batches = self.work.micro_batches(plan)
         idle, bubble = 0.0, None
         if pp > 1:
             forward = block.forward.total
@@ -368,18 +364,21 @@ class StepModel:
         edp = wires.group((layout.edp, layout.ep * layout.etp))
         if states.fully_sharded:
             gathers = 1.0 if states.parameters is Placement.MATERIALISED else 2.0
-            each = gathers * wires.gather(2.0 * block, inner) + wires.gather(
-                gradient * block, inner
-            )
-            if experts:
-                each += gathers * wires.gather(2.0 * experts, edp)
-                each += wires.gather(gradient * experts, edp)
+            kept = 4.0 if work.dtype == "fp32" else 2.0
             ends_bytes = (1 if model.tied else 2) * table
-            ends_seconds = wires.gather(2.0 * ends_bytes, inner)
-            ends_seconds += wires.gather(gradient * ends_bytes, inner)
+            gather = gathers * wires.gather(kept * block, inner)
+            scatter = wires.gather(gradient * block, inner)
+            ends_gather = wires.gather(kept * ends_bytes, inner)
+            ends_scatter = wires.gather(gradient * ends_bytes, inner)
+            if experts:
+                gather += gathers * wires.gather(kept * experts, edp)
+                scatter += wires.gather(gradient * experts, edp)
             if across is not None:
-                each += wires.all_reduce(gradient * (block + experts) / shard, across)
-            return StateCost(0.0, optimizer, tied, each, ends_seconds)
+                scatter += wires.all_reduce(gradient * (block + experts) / shard, across)
+            if work.stack.accumulates_whole and work.micro_batches(plan) > 1:
+                once = layers * scatter + ends_scatter
+                return StateCost(once, optimizer, tied, gather, ends_gather)
+            return StateCost(0.0, optimizer, tied, gather + scatter, ends_gather + ends_scatter)
 
         seconds = 0.0
         whole = wires.group(*near, far)
