@@ -33,6 +33,7 @@ COMMANDS = {
     "schema": "Print the JSON Schema of the job file.",
     "data": "Make token files and look into them.",
     "schedule": "Show, compare and check pipeline schedules.",
+    "calibrate": "Measure this node for the planner.",
     "doctor": "Check what this machine has and what is missing.",
     "run": "Run one rank (every rank executes this).",
 }

@@ -11,7 +11,7 @@ from hpctrain.machine import LinkKind, Machine
 from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
-from hpctrain.plan.software import DEFAULT_STACK, Fitted, calibration, stack
+from hpctrain.plan.software import DEFAULT_STACK, Fitted, apply, calibration, stack
 from hpctrain.spec.job import JobSpec
 from hpctrain.spec.resolve import layout_of
 
@@ -107,6 +107,10 @@ def workload_of(
         platform = platform.in_node(spec.ranks_per_node)
     software = stack(stack_name)
     fitted = calibration(platform.family, stack_name)
+    measured = machine.measured
+    if measured is not None and measured.stack == stack_name:
+        values = apply(fitted.values, {**measured.values, "spread": max(measured.spread, 0.05)})
+        fitted = Fitted(values, "measured", fitted.rows)
     work = Workload(
         model=ModelShape.of(spec.model.transformer()),
         sequence=spec.data.sequence_length,

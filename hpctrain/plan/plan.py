@@ -180,7 +180,9 @@ class Plan:
         seconds = self.step.seconds * spec.train.steps
         parameters = self.work.model.parameters
         size = 12.0 * parameters  # fp32 parameters and two moments
-        rate = min(STORAGE * spec.nodes, STORAGE_LIMIT)
+        measured = self.machine.measured
+        node = measured.write_bandwidth if measured is not None else None
+        rate = min((node or STORAGE) * spec.nodes, STORAGE_LIMIT)
         write = size / rate
         mtbf = NODE_MTBF / spec.nodes
         interval = math.sqrt(2.0 * write * mtbf)
