@@ -68,15 +68,16 @@ def draw_svg(timeline: Timeline) -> str:
         *_head(timeline),
     ]
     bound = max(max(timeline.peak_activations), 1e-9)
+    rows: list[str] = []
     for rank in range(ranks):
         top = TOP + rank * step
         parts.append(f'<text class="t" x="{MARGIN}" y="{top + 17}">rank {rank}</text>')
         parts.append(
             f'<rect class="idle" x="{LEFT}" y="{top}" width="{inner:.1f}" height="{BAR}"/>'
         )
-        parts += [_bar(timeline, s, top, scale) for s in passes if s.rank == rank]
-        parts.append(_strip(timeline, rank, top + BAR, scale, bound))
-    parts += _axis(makespan, scale, bottom)
+        rows += [_bar(timeline, s, top, scale) for s in passes if s.rank == rank]
+        rows.append(_strip(timeline, rank, top + BAR, scale, bound))
+    parts += [*_axis(makespan, scale, bottom), *rows]
     parts += _legend({span.action.kind for span in passes}, bottom + 40, bound)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"

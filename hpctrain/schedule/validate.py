@@ -97,8 +97,12 @@ def _sharding_problems(rank: int, row: tuple[Action, ...]) -> list[str]:
     for action in row:
         kind, _, _, chunk, _ = action
         if kind is ActionKind.GATHER:
+            if chunk in there:
+                problems.append(f"rank {rank}: {action}: gathered already")
             there.add(chunk)
         elif kind is ActionKind.RESHARD:
+            if chunk not in there:
+                problems.append(f"rank {rank}: {action}: nothing is gathered")
             there.discard(chunk)
         elif kind in _REDUCES:
             if (kind, chunk) in reduced:
