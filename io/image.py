@@ -9,6 +9,7 @@ here, and plain ``pwrite`` calls, whose errors are exact, bring them to disk.
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,52 +108,107 @@ class Reserved:
 
     shape: tuple[int, ...]
     kind: h5py.h5t.TypeID
-    attributes: Mapping[str, str | int]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Virtual:
+    """A data set put together from others, HDF5's virtual data set.
+
+    Attributes:
+        shape, kind, attributes: as of :class:`Reserved`.
+        parts: file (``.`` for this one), data set in it, offsets and shape of the box it fills.
+        missing: what HDF5 shall give where a source is not there; it says so in no other way.
+    """
+
+    shape: tuple[int, ...]
+    kind: h5py.h5t.TypeID
+    attributes: Mapping[str, Any]
+    parts: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
+    missing: float | None = None
 
 
 def build_hdf5(
-    small: Callable[[h5py.File], None], reserved: Mapping[str, Reserved]
+    small: Callable[[h5py.File], None],
+    reserved: Mapping[str, Reserved],
+    virtual: Mapping[str, Virtual] | None = None,
 ) -> tuple[dict[str, int], SparseFile]:
     """A new HDF5 file in memory: headers and small data sets in front, room for large ones.
+
+    Each reserved data set starts at a multiple of ALIGNMENT, in the order given, behind
+    everything else.
 
     Args:
         small: creates attributes and small data sets.
         reserved: large data sets by name, in the order in which their bytes shall lie.
+        virtual: data sets made of others.
 
     Returns:
         Byte offset of each reserved data set that is not empty, and the closed file's image.
     """
     image = SparseFile()
+    # Headers are packed; aligned ones would take a page each.
+    with _open(image, alignment=1, create=True) as file:
+        small(file)
+        for name, wanted in reserved.items():
+            _declare(file, name, wanted)
+        for name, made in (virtual or {}).items():
+            _put_together(file, name, made)
+    with _open(image, alignment=ALIGNMENT, create=False) as file:
+        filled = [name for name, wanted in reserved.items() if math.prod(wanted.shape)]
+        offsets = {name: _allocate(file[name]) for name in filled}
+    return offsets, image
+
+
+def _open(image: SparseFile, *, alignment: int, create: bool) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_LATEST)
-    access.set_alignment(ALIGNMENT, ALIGNMENT)
+    access.set_alignment(1, alignment)
     access.set_sieve_buf_size(1)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, image)
-    handle = h5py.h5f.create(repr(image).encode(), h5py.h5f.ACC_TRUNC, fapl=access)
-    with h5py.File(handle) as file:
-        small(file)
-        # Every header first: what is allocated later lies behind them all, and none lies
-        # between the data.
-        made = {name: _declare(file, name, wanted) for name, wanted in reserved.items()}
-        return {name: _allocate(d) for name, d in made.items() if d.size}, image
+    name = repr(image).encode()
+    if create:
+        return h5py.File(h5py.h5f.create(name, h5py.h5f.ACC_TRUNC, fapl=access))
+    return h5py.File(h5py.h5f.open(name, h5py.h5f.ACC_RDWR, fapl=access))
 
 
-def _declare(file: h5py.File, name: str, wanted: Reserved) -> h5py.Dataset:
-    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    create.set_layout(h5py.h5d.CONTIGUOUS)
-    create.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
-    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
+    return h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+
+
+def _make(
+    file: h5py.File, name: str, wanted: Reserved | Virtual, create: h5py.h5p.PropDCID
+) -> None:
     create.set_obj_track_times(False)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    shape = wanted.shape
-    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    made = h5py.h5d.create(file.id, name.encode(), wanted.kind, space, create, links)
-    dataset = h5py.Dataset(made)
+    made = h5py.h5d.create(
+        file.id, name.encode(), wanted.kind, _space(wanted.shape), create, links
+    )
+    attributes = h5py.Dataset(made).attrs
     for key, value in wanted.attributes.items():
-        dataset.attrs[key] = value
-    return dataset
+        attributes[key] = value
+
+
+def _declare(file: h5py.File, name: str, wanted: Reserved) -> None:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    create.set_layout(h5py.h5d.CONTIGUOUS)
+    create.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
+    create.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    _make(file, name, wanted, create)
+
+
+def _put_together(file: h5py.File, name: str, wanted: Virtual) -> None:
+    create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if wanted.missing is not None:
+        create.set_fill_value(np.array(wanted.missing, np.float32))
+    whole = _space(wanted.shape)
+    for source, dataset, offsets, shape in wanted.parts:
+        if shape:
+            whole.select_hyperslab(offsets, shape)
+        create.set_virtual(whole, source.encode(), dataset.encode(), _space(shape))
+    _make(file, name, wanted, create)
 
 
 def _allocate(dataset: h5py.Dataset) -> int:

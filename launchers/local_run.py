@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -54,18 +55,17 @@ def start(
     variables = rank_environment(spec, environ, now)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.stop_file.unlink(missing_ok=True)
-    pid, gate = _fork(tokens, variables, run.job_log)
     launch = LaunchRecord(
         attempt=len(run.read_launches()),
         launcher="local",
         submitted=now,
         world_size=world_size(spec),
-        pid=pid,
-        pid_started=_started(pid) or 0,
         host=socket.gethostname(),
         restore=restore,
     )
+    pid, gate = _fork(tokens, variables, run.job_log)
     try:
+        launch = dataclasses.replace(launch, pid=pid, pid_started=_started(pid) or 0)
         run.add_launch(launch)
         os.write(gate, b"go")
     except BaseException:
@@ -227,21 +227,15 @@ def outcome(run: RunDir, launch: LaunchRecord, status: int | None) -> int:
         status: of the launcher process, negative for a signal; None where it is unknown.
     """
     state = run.read_state()
-    if state is not None and state.time >= launch.submitted:
-        if state.status == "finished":
-            return Exit.OK
-        if state.status == "stopped":
-            return Exit.STOPPED
-    else:
-        state = None
-    if status is not None and status < 0:
-        status = 128 - status
+    if state is not None and state.time < launch.submitted:
+        state = None  # of an earlier start
+    if state is not None and state.status in ("finished", "stopped"):
+        return Exit.OK if state.status == "finished" else Exit.STOPPED
     if status in {int(code) for code in Exit} - {Exit.OK}:
-        assert status is not None
         return status
-    if status is None or run.read_failures(launch.attempt) or (state is not None and status == 0):
+    if status is None or state is not None or run.read_failures(launch.attempt):
         return Exit.RANK_FAILED
-    return status
+    return 128 - status if status < 0 else status
 
 
 def _started(pid: int) -> int | None:

@@ -92,13 +92,14 @@ class _PlainLines:
         self.said = -1e9
 
     def show(self, view: RunView) -> None:
-        words = f"{view.status}: {view.reason}" if view.reason else view.status
+        why = view.reason.partition("\n")[0]
+        words = f"{view.status}: {why}" if why else view.status
         if words != self.status:
             self.status = words
             if not view.is_final:
                 output.note(words)
         due = time.monotonic() - self.said >= _PLAIN_SECONDS or view.is_final
-        if view.step != self.step and view.pace.last is not None and due:
+        if view.step != self.step and view.begun and due:
             self.step, self.said = view.step, time.monotonic()
             output.note(text.progress(view))
 
@@ -118,13 +119,12 @@ def _bar() -> Iterator[Display]:
 
         class _Bar:
             def show(self, view: RunView) -> None:
-                begun = view.pace.last is not None
                 progress.update(
                     task,
-                    total=view.total_steps if begun else None,
+                    total=view.total_steps if view.begun else None,
                     completed=view.step,
                     status=view.status,
-                    words=text.progress(view) if begun else view.reason,
+                    words=text.progress(view) if view.begun else view.reason,
                 )
 
         yield _Bar()

@@ -179,15 +179,26 @@ def _slurm(mpi: Mpi) -> Iterator[Finding]:
     yield Finding("Slurm", "ok", f"{version}, cluster {cluster}, partitions {names}")
     for warning in client.overriding():
         yield Finding("Slurm", "warning", warning, "unset it before you submit")
-    listed = _run(["srun", "--mpi=list"])[1].replace("MPI plugin types are...", "")
-    yield pmi_finding(mpi, [word for word in listed.split() if word != "none"])
+    yield pmi_finding(mpi, pmi_types(_run(["srun", "--mpi=list"])[1]))
+
+
+def pmi_types(text: str) -> list[str]:
+    """Types that ``srun --mpi=list`` names: one a line, then versions of pmix."""
+    types = text.partition("specific")[0].splitlines()
+    return [
+        word for line in types if (word := line.strip().removeprefix("srun: "))
+        and word != "none" and " " not in word
+    ]  # fmt: skip
 
 
 def pmi_finding(mpi: Mpi, types: list[str]) -> Finding:
     """Whether srun speaks a PMI that the MPI library understands."""
     listed = ", ".join(types)
-    wanted = {"MPICH": ("pmi2", "cray_shasta"), "Open MPI": ("pmix",)}.get(mpi.family, ())
-    fitting = [one for one in types if any(one.startswith(name) for name in wanted)]
+    by_family: dict[str, tuple[str, ...]] = {"MPICH": ("pmi2",), "Open MPI": ("pmix",)}
+    wanted = by_family.get(mpi.family, ())
+    if "cray" in mpi.version.lower():
+        wanted = ("cray_shasta", "pmi2")
+    fitting = [one for name in wanted for one in types if one == name]
     if not wanted or not types:
         return Finding("srun --mpi", "ok", listed or "no types listed")
     if not fitting:
@@ -195,7 +206,7 @@ def pmi_finding(mpi: Mpi, types: list[str]) -> Finding:
             "srun --mpi", "warning", f"{listed}: none of them fits {mpi.family}",
             f"every rank would be 0 of 1; install Slurm's {wanted[0]} plugin or another MPI",
         )  # fmt: skip
-    return Finding("srun --mpi", "ok", f"{listed}; for {mpi.family}: slurm.mpi: {fitting[0]}")
+    return Finding("srun --mpi", "ok", f"{listed}; slurm.mpi: {fitting[0]} fits {mpi.family}")
 
 
 _LOAD_HDF5 = """

@@ -1,11 +1,11 @@
-"""What ``metrics.jsonl`` says: the steps that count, speed, and new lines as they come."""
+"""What ``metrics.jsonl`` says: the steps that count, and how fast they are."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hpctrain.records import StepRecord
 from hpctrain.rundir import RunDir
@@ -24,43 +24,23 @@ def effective(records: Iterable[StepRecord]) -> list[StepRecord]:
     return kept
 
 
-@dataclass(slots=True)
-class MetricsTail:
-    """New records of a growing file; half a line is kept until the rest of it has come.
+def recent(run: RunDir) -> list[StepRecord]:
+    """The newest records, as many as speed and time to go need; lines that are none are left out.
 
-    Args:
-        run: whose metrics.
-        offset: bytes to skip; see :meth:`from_end`.
+    A torn last line is one that is being written; the first may be cut by where reading began.
     """
-
-    run: RunDir
-    offset: int = 0
-    _rest: bytes = b""
-
-    @classmethod
-    def from_end(cls, run: RunDir, back: int = 0) -> MetricsTail:
-        """From the present end of the file, or up to ``back`` bytes before it."""
-        try:
-            size = run.metrics.stat().st_size
-        except FileNotFoundError:
-            size = 0
-        return cls(run, max(0, size - back))
-
-    def read(self) -> list[StepRecord]:
-        """Records that were completed since the last call."""
-        try:
-            with self.run.metrics.open("rb") as stream:
-                stream.seek(self.offset)
-                new = stream.read()
-        except FileNotFoundError:
-            return []
-        self.offset += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        return [record for line in lines if (record := parse(line)) is not None]
+    try:
+        with run.metrics.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except FileNotFoundError:
+        return []
+    found = (_parse(line) for line in lines)
+    return effective(record for record in found if record is not None)[-_WINDOW:]
 
 
-def parse(line: bytes) -> StepRecord | None:
-    """The record of a line, or None where it is not one (a torn or foreign line)."""
+def _parse(line: bytes) -> StepRecord | None:
     try:
         data = json.loads(line)
         return StepRecord.from_dict(data) if isinstance(data, dict) else None
@@ -68,20 +48,12 @@ def parse(line: bytes) -> StepRecord | None:
         return None
 
 
-def recent(run: RunDir) -> list[StepRecord]:
-    """The newest records, as many as speed and time to go need."""
-    return effective(MetricsTail.from_end(run, _TAIL_BYTES).read())[-_WINDOW:]
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Speed and time to go, from the newest steps of one incarnation of a run."""
 
     total: int
-    records: list[StepRecord] = field(default_factory=list)
-
-    def add(self, new: Sequence[StepRecord]) -> None:
-        self.records = effective([*self.records, *new])[-_WINDOW:]
+    records: Sequence[StepRecord] = ()
 
     @property
     def last(self) -> StepRecord | None:

@@ -38,8 +38,9 @@ def run_argument(required: bool = False) -> Callable[[Command], Command]:
     """``RUN``: a path, an id, the unique start of one; the newest where it may be left out."""
 
     def decorate(command: Command) -> Command:
+        metavar = "RUN" if required else "[RUN]"
         argument = click.argument(
-            "name", metavar="RUN", required=required, shell_complete=_complete_run
+            "name", metavar=metavar, required=required, shell_complete=_complete_run
         )
         return runs_option(argument(command))
 
@@ -55,7 +56,8 @@ def json_option(command: Command) -> Command:
 
 def job_argument(required: bool = True) -> Callable[[Command], Command]:
     """``JOB``: a job file; whether it exists is for the reader to say."""
-    return click.argument("job", metavar="JOB", required=required, type=click.Path())
+    metavar = "JOB" if required else "[JOB]"
+    return click.argument("job", metavar=metavar, required=required, type=click.Path())
 
 
 def set_option(command: Command) -> Command:

@@ -53,6 +53,8 @@ UNITS = {
     "model.ffn_hidden": "elements",
     "model.vocab_size": "tokens",
     "model.max_positions": "tokens",
+    "parallel.chunks": "stages",
+    "parallel.stage_layers": "blocks",
     "data.sequence_length": "tokens",
     "data.shuffle_block": "samples",
     "train.steps": "steps",
@@ -145,17 +147,27 @@ def find_key(name: str) -> Key:
         if parent in known and not known[parent].section:
             return known[parent]
         parent = parent.rpartition(".")[0]
-    last = name.rpartition(".")[2]
-    same = [key for key in known if key.rpartition(".")[2] == last]
-    close = same or difflib.get_close_matches(name, known, 3, 0.6)
-    close = close or [
-        key for key in known
-        if difflib.SequenceMatcher(None, last, key.rpartition(".")[2]).ratio() > 0.75
-    ][:3]  # fmt: skip
+    close = _similar(name, known)
     hint = (
         f"did you mean {' or '.join(close)}?" if close else "all keys: hpctrain schema --markdown"
     )
     raise UsageError(f"no key {name!r} in a job file", hint=hint)
+
+
+def _similar(name: str, known: dict[str, Key]) -> list[str]:
+    """Up to three keys that may be meant: by last part, by spelling, by what they mean."""
+    last = name.rpartition(".")[2]
+    ends = {key: key.rpartition(".")[2] for key in known}
+    words = last.replace("_", " ").lower()
+    return (
+        [key for key, end in ends.items() if end == last]
+        or difflib.get_close_matches(name, known, 3, 0.6)
+        or [
+            key for key, end in ends.items()
+            if difflib.SequenceMatcher(None, last, end).ratio() > 0.75
+        ]
+        or [key for key, found in known.items() if words in found.meaning.lower()]
+    )[:3]  # fmt: skip
 
 
 def _type(hint: Any, info: FieldInfo) -> tuple[str, str]:
@@ -178,7 +190,8 @@ def _plain_type(annotation: Any) -> str:
     if origin is dict:
         return "mapping of names to text" if typing.get_origin(inner[1]) else "mapping"
     if origin is tuple and inner[-1] is Ellipsis:
-        return "list of text, one line each"
+        whole = typing.get_origin(inner[0]) is typing.Annotated and inner[0].__origin__ is int
+        return "list of whole numbers" if whole else "list of text, one line each"
     if origin is tuple:
         return f"list of {len(inner)} numbers"
     if origin in (typing.Union, types.UnionType):

@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain import errors
 from hpctrain.cli.metrics import Pace, recent
-from hpctrain.errors import Exit, SchedulerError
+from hpctrain.errors import Exit, HpctrainError, SchedulerError
 from hpctrain.records import FailureRecord, LaunchRecord, StateRecord, read_json
 from hpctrain.rundir import RunDir
 
@@ -28,7 +29,8 @@ class RunView:
         status: a RunStatus, or ``pending`` while Slurm has not started the job.
         reason: why it pends, stopped or failed; empty while all is well.
         step, total_steps: last finished step, and how many there will be.
-        pace: newest steps of this incarnation.
+        pace: newest steps of this incarnation, or of the one before until it has done one.
+        begun: this incarnation has done a step.
         state: as the ranks last wrote it, or None.
         launch: newest LaunchRecord, or None.
         attempts: incarnations so far.
@@ -42,6 +44,7 @@ class RunView:
     step: int
     total_steps: int
     pace: Pace
+    begun: bool
     state: StateRecord | None
     launch: LaunchRecord | None
     attempts: int
@@ -77,7 +80,7 @@ class RunView:
             "total_steps": self.total_steps,
             "loss": None if last is None else last.loss,
             "tokens_per_second": self.pace.tokens_per_second,
-            "seconds_left": self.pace.seconds_left if running else None,
+            "seconds_left": self.pace.seconds_left if running and self.begun else None,
             "durable_step": self.durable_step,
             "resumed_from": -1 if self.state is None else self.state.resumed_from,
             "attempt": self.attempts - 1,
@@ -142,19 +145,21 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
         step = max(step, fresh[-1].step)
     pace = Pace(total, fresh or [record for record in records if record.step <= step])
     return RunView(
-        run, status, reason, step, total, pace, state, launch, len(launches), failures, word
-    )
+        run, status, reason, step, total, pace, bool(fresh), state, launch, len(launches),
+        failures, word,
+    )  # fmt: skip
 
 
 def failure_code(failures: tuple[FailureRecord, ...]) -> Exit:
     """What the ranks of a failed run exited with, from the error of the first."""
-    from hpctrain import errors
+    found = _our_error(failures[0].error) if failures else None
+    return Exit.RANK_FAILED if found is None else found.exit_code
 
-    if failures:
-        kind = getattr(errors, failures[0].error, None)
-        if isinstance(kind, type) and issubclass(kind, errors.HpctrainError):
-            return kind.exit_code
-    return Exit.RANK_FAILED
+
+def _our_error(name: str) -> type[HpctrainError] | None:
+    """The class of an error of ours by its name."""
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, HpctrainError) else None
 
 
 def _status(
@@ -215,10 +220,12 @@ def lost_words(run: RunDir) -> str:
 
 
 def failure_words(failures: tuple[FailureRecord, ...]) -> str:
-    """The first failure in one line."""
+    """The first failure in words."""
     first = failures[0]
     at = f" at step {first.step}" if first.step >= 0 else ""
-    text = first.message.splitlines()[0] if first.message else "no message"
+    lines = first.message.splitlines() or ["no message"]
+    # An error of ours is words for a person, with advice in its further lines.
+    text = "\n".join(lines) if _our_error(first.error) else lines[0]
     return f"rank {first.rank} on {first.host}{at}: {first.error}: {text}"
 
 

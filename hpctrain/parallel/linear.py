@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.parallel.regions import TensorGroup
+from hpctrain.parallel.split_backward import add_weight_grad, linear
 
 
 def column_linears(
@@ -34,7 +35,7 @@ def column_linears(
         (B, S, outputs) of each, S the whole sequence.
     """
     dtype = _compute_dtype(x_BSH)
-    weights = [weight.to(dtype) for weight, _ in layers]
+    weights = [weight for weight, _ in layers]
     outputs = _ColumnLinears.apply(x_BSH.to(dtype), group, *weights)  # type: ignore[no-untyped-call]
     return [
         y if bias is None else y + bias.to(dtype)
@@ -49,7 +50,12 @@ def row_linear(y_BSF: Tensor, weight: Tensor, bias: Tensor | None, group: Tensor
         (B, S, H), whole or this rank's slice of the sequence; the bias is added once.
     """
     dtype = _compute_dtype(y_BSF)
-    z_BSH = group.leave(F.linear(y_BSF.to(dtype), weight.to(dtype)))
+    y_BSF = y_BSF.to(dtype)
+    if group.weight_grads is None:
+        z_BSH = F.linear(y_BSF, weight.to(dtype))
+    else:
+        z_BSH = linear(y_BSF, weight, None, group.weight_grads)
+    z_BSH = group.leave(z_BSH)
     return z_BSH if bias is None else z_BSH + bias.to(dtype)
 
 
@@ -65,22 +71,41 @@ class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        ctx.save_for_backward(x, *weights)
+        ctx.weights = weights  # see split_backward: the gradient has to reach the parameter
+        ctx.save_for_backward(x)
         whole = group.gather(x) if group.sequence else x
-        return tuple(whole @ weight.T for weight in weights)
+        return tuple(whole @ weight.to(x.dtype).T for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group: TensorGroup = ctx.group
-        x, *weights = ctx.saved_tensors
-        grad_x = grads[0] @ weights[0]
+        (x,) = ctx.saved_tensors
+        weights: tuple[Tensor, ...] = ctx.weights
+        grad_x = grads[0] @ weights[0].to(x.dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            grad_x += grad @ weight
+            grad_x += grad @ weight.to(x.dtype)
         pending = group.start_reduce(grad_x)
-        # The slices are gathered again: keeping the whole would undo what sequence
-        # parallelism saves.
-        whole = (group.gather(x) if group.sequence else x).flatten(0, -2)
-        of_weights = [grad.flatten(0, -2).T @ whole for grad in grads]
+
+        def whole() -> Tensor:
+            # The slices are gathered again: keeping the whole would undo what sequence
+            # parallelism saves.
+            return group.gather(x) if group.sequence else x
+
+        store = group.weight_grads
+        if store is not None and store.deferring:
+
+            def task() -> None:
+                inputs = whole()
+                for weight, grad in zip(weights, grads, strict=True):
+                    add_weight_grad(weight, grad, inputs)
+
+            store.later(task)
+            return pending.wait(), None, *(None for _ in weights)
+        rows = whole().flatten(0, -2)
+        of_weights = [
+            (grad.flatten(0, -2).T @ rows).to(weight.dtype)
+            for weight, grad in zip(weights, grads, strict=True)
+        ]
         return pending.wait(), None, *of_weights
 
 

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.parallel.split_backward import WeightGrads
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -31,12 +33,14 @@ class TensorGroup:
         rank: of this process in it.
         size: ranks.
         sequence: the residual stream is sliced along the sequence.
+        weight_grads: where layers leave their weight gradients if a schedule splits backward.
     """
 
     group: Any
     rank: int
     size: int
     sequence: bool = False
+    weight_grads: WeightGrads | None = None
 
     def enter(self, x_BSH: Tensor) -> Tensor:
         """The whole input of a region."""
@@ -50,14 +54,15 @@ class TensorGroup:
         """Slices of the sequence to the whole; no gradient."""
         slices = x_BSH.new_empty(self.size * x_BSH.shape[0], *x_BSH.shape[1:])
         dist.all_gather_into_tensor(slices, x_BSH.contiguous(), group=self.group)
-        return slices.unflatten(0, (self.size, -1)).movedim(0, 1).flatten(1, 2)
+        stacked = slices.view(self.size, *x_BSH.shape)
+        return stacked.movedim(0, 1).flatten(1, 2)
 
     def start_reduce(self, y_BSH: Tensor) -> Pending:
         """Begin to sum the ranks' tensors; see :class:`Pending`. The input may be overwritten."""
         if not self.sequence:
             whole = y_BSH.contiguous()
             return Pending(whole, dist.all_reduce(whole, group=self.group, async_op=True), whole)
-        slices = y_BSH.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
+        slices = torch.stack(y_BSH.chunk(self.size, dim=1))
         mine = torch.empty_like(slices[0])
         work = dist.reduce_scatter_tensor(
             mine, slices.flatten(0, 1), group=self.group, async_op=True
@@ -85,7 +90,7 @@ class _Enter(torch.autograd.Function):
         return group.gather(x) if group.sequence else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.start_reduce(grad.clone()).wait(), None
 
 
@@ -96,7 +101,7 @@ class _Leave(torch.autograd.Function):
         return group.start_reduce(y.clone()).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
         return group.gather(grad) if group.sequence else grad, None
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.model.dropout import Dropout
-from hpctrain.model.transformer import Attention, Embedding, FeedForward, Transformer, rotate
+from hpctrain.model.transformer import Attention, Block, Embedding, FeedForward, Transformer, rotate
 from hpctrain.parallel.linear import ColumnLinear, RowLinear, column_linears, row_linear
 from hpctrain.parallel.model import Cut
 from hpctrain.parallel.regions import TensorGroup, share
@@ -30,6 +31,7 @@ from hpctrain.parallel.vocabulary import parallel_embedding
 from hpctrain.spec.transformer import TransformerDims
 
 Range = tuple[int, int]
+M = TypeVar("M", bound=nn.Module)
 
 
 def check_dims(dims: TransformerDims, size: int) -> None:
@@ -82,26 +84,25 @@ def cut_transformer(model: Transformer, group: TensorGroup) -> dict[str, Cut]:
     cuts: dict[str, Cut] = {}
     heads = Heads(dims, group.size, group.rank)
     for index, block in model.layers.items():
+        assert isinstance(block, Block)
         name = f"layers.{index}"
         _cut_attention(block.attention, f"{name}.attention", heads, group, cuts)
         _cut_ffn(block.ffn, f"{name}.ffn", dims, group, cuts)
     vocabulary = share(dims.vocab_size, group.size, group.rank)
     if model.embedding is not None:
-        model.embedding.__class__ = ParallelEmbedding
-        model.embedding.set_up(group, vocabulary[0])
-        _cut_rows(model.embedding.tokens, "embedding.tokens", vocabulary, cuts)
+        embedding = _become(model.embedding, ParallelEmbedding)
+        embedding.set_up(group, vocabulary[0])
+        _cut_rows(embedding.tokens, "embedding.tokens", vocabulary, cuts)
     if model.head is not None:
         name = "embedding.tokens" if dims.tied_embeddings else "head"
         if not (dims.tied_embeddings and model.embedding is not None):
             _cut_rows(model.head, name, vocabulary, cuts)
-        model.head.__class__ = ColumnLinear
-        model.head.group = group
+        _become(model.head, ColumnLinear).group = group
     if group.sequence:
         model.sequence_shards = group.size
         for module in model.modules():
             if isinstance(module, Dropout):
-                module.__class__ = SliceDropout
-                module.group = group
+                _become(module, SliceDropout).group = group
     model._tie()
     logical = model.logical_names
     for name, parameter in model.named_parameters():
@@ -123,9 +124,10 @@ class ParallelAttention(Attention):
         self._uneven = None if regular == heads.kv_of_query else heads.kv_of_query
 
     def _layers(self) -> list[tuple[Tensor, Tensor | None]]:
-        layers = [(self.query.weight, self.query.bias)]
+        layers: list[tuple[Tensor, Tensor | None]] = [(self.query.weight, self.query.bias)]
         for linear in (self.key, self.value):
-            weight, bias = linear.weight, linear.bias
+            weight: Tensor = linear.weight
+            bias: Tensor | None = linear.bias
             if self.heads.shared:
                 rows = slice(*(head * self.head_dim for head in self.heads.kv))
                 weight, bias = weight[rows], None if bias is None else bias[rows]
@@ -134,7 +136,7 @@ class ParallelAttention(Attention):
 
     def forward(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
         q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim))
+            y.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
             for y in column_linears(x_BSH, self._layers(), self.group)
         )
         if self.rope_theta is not None:
@@ -154,6 +156,7 @@ class ParallelFeedForward(FeedForward):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         linears = [self.up] if self.gate is None else [self.up, self.gate]
+        layers: list[tuple[Tensor, Tensor | None]]
         layers = [(linear.weight, linear.bias) for linear in linears]
         y, *gate = column_linears(x_BSH, layers, self.group)
         if gate:
@@ -194,6 +197,14 @@ def slice_of(positions: Tensor, group: TensorGroup) -> Tensor:
     return positions.chunk(group.size, dim=-1)[group.rank]
 
 
+def _become(module: nn.Module, kind: type[M]) -> M:
+    """The same module, with its parameters and names, as a subclass of what it was."""
+    assert issubclass(kind, type(module)), f"{kind} is no {type(module)}"
+    module.__class__ = kind
+    assert isinstance(module, kind)
+    return module
+
+
 def _cut_attention(
     attention: Attention, name: str, heads: Heads, group: TensorGroup, cuts: dict[str, Cut]
 ) -> None:
@@ -210,9 +221,7 @@ def _cut_attention(
         else:
             _cut_rows(linear, full_name, (heads.kv[0] * size, heads.kv[1] * size), cuts)
     _cut_columns(attention.output, f"{name}.output", query, group, cuts)
-    attention.__class__ = ParallelAttention
-    assert isinstance(attention, ParallelAttention)
-    attention.set_up(group, heads)
+    _become(attention, ParallelAttention).set_up(group, heads)
 
 
 def _cut_ffn(
@@ -223,9 +232,7 @@ def _cut_ffn(
     if ffn.gate is not None:
         _cut_rows(ffn.gate, f"{name}.gate", channels, cuts)
     _cut_columns(ffn.down, f"{name}.down", channels, group, cuts)
-    ffn.__class__ = ParallelFeedForward
-    assert isinstance(ffn, ParallelFeedForward)
-    ffn.group = group
+    _become(ffn, ParallelFeedForward).group = group
 
 
 def _cut_rows(module: nn.Module, name: str, rows: Range, cuts: dict[str, Cut]) -> None:
@@ -271,7 +278,9 @@ def cut_linears(
         ImpossibleError: a linear is narrower than the group.
     """
     cuts: dict[str, Cut] = {}
-    for kind, new_class in (("column", ColumnLinear), ("row", RowLinear)):
+    classes: tuple[tuple[str, type[ColumnLinear | RowLinear]], ...]
+    classes = (("column", ColumnLinear), ("row", RowLinear))
+    for kind, new_class in classes:
         for pattern in plan.get(kind, ()):
             found = list(_linears(model, pattern))
             if not found:
@@ -291,8 +300,9 @@ def cut_linears(
                     _cut_rows(linear, name, part, cuts)
                 else:
                     _cut_columns(linear, name, part, group, cuts)
-                linear.__class__ = new_class
-                linear.group = group  # type: ignore[assignment]
+                new = _become(linear, new_class)
+                assert isinstance(new, ColumnLinear | RowLinear)
+                new.group = group
     return cuts
 
 

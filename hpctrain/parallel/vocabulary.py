@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total_T.log() - logit_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
         softmax_TV, local_T, here_T = ctx.saved_tensors
         grad_TV = softmax_TV * grad_T.unsqueeze(-1)
         grad_TV.scatter_add_(

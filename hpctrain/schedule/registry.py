@@ -126,7 +126,7 @@ METHODS: dict[str, Method] = {
         "waves of two chunks a rank, one copy of the model",
         waves.HANAYO,
         2,
-        "2(p-1)/(3m) at m = p, one wave",
+        "one wave: 2(p-1)/(3m) at m = p, (p-1)/(2m) from m = 2p-1 on",
         "min(1.5p, m)",
     ),
     "bitpipe": Method(

@@ -25,6 +25,11 @@ _LIGHT = {
     "T": ("#c39be8", "#c39be8"),
     "E": ("#8a93a3", "#8a93a3"),
     "D": ("#b3bac6", "#b3bac6"),
+    "GATHER": ("#c0504d", "#c0504d"),
+    "SCATTER": ("#e09a5a", "#e09a5a"),
+    "REDUCE": ("#e09a5a", "#e09a5a"),
+    "OFFLOAD": ("#5b6675", "#5b6675"),
+    "RELOAD": ("#98a3b3", "#98a3b3"),
 }
 _DARK = {
     "F": ("#3b78bd", "#7fa9d8"),
@@ -35,6 +40,11 @@ _DARK = {
     "T": ("#a37fc9", "#a37fc9"),
     "E": ("#6d7686", "#6d7686"),
     "D": ("#8d95a3", "#8d95a3"),
+    "GATHER": ("#d8706d", "#d8706d"),
+    "SCATTER": ("#d18b4b", "#d18b4b"),
+    "REDUCE": ("#d18b4b", "#d18b4b"),
+    "OFFLOAD": ("#8d97a6", "#8d97a6"),
+    "RELOAD": ("#c3cbd6", "#c3cbd6"),
 }
 _NAMES = {
     "F": "forward",
@@ -43,12 +53,20 @@ _NAMES = {
     "W": "backward, weights",
     "S": "output layer",
     "T": "output layer, weights",
+    "GATHER": "gathering parameters",
+    "SCATTER": "reducing gradients",
+    "REDUCE": "reducing gradients",
+    "OFFLOAD": "to host memory",
+    "RELOAD": "from host memory",
 }
+_BESIDE = {"GATHER", "SCATTER", "REDUCE", "OFFLOAD", "RELOAD"}
 
 
 def draw_svg(timeline: Timeline) -> str:
     """The time line as an SVG document."""
-    passes = [span for span in timeline.spans() if span.action.kind in COMPUTE]
+    spans = list(timeline.spans())
+    passes = [span for span in spans if span.action.kind in COMPUTE]
+    beside = [s for s in spans if s.action.kind in _BESIDE and s.end > s.start]
     shortest = min((s.end - s.start for s in passes if s.end > s.start), default=1.0)
     makespan = timeline.makespan or 1.0
     inner = min(max(makespan / shortest * CELL, 320), WIDEST - LEFT - MARGIN)
@@ -68,16 +86,19 @@ def draw_svg(timeline: Timeline) -> str:
         *_head(timeline),
     ]
     bound = max(max(timeline.peak_activations), 1e-9)
+    rows: list[str] = []
     for rank in range(ranks):
         top = TOP + rank * step
         parts.append(f'<text class="t" x="{MARGIN}" y="{top + 17}">rank {rank}</text>')
         parts.append(
             f'<rect class="idle" x="{LEFT}" y="{top}" width="{inner:.1f}" height="{BAR}"/>'
         )
-        parts += [_bar(timeline, s, top, scale) for s in passes if s.rank == rank]
-        parts.append(_strip(timeline, rank, top + BAR, scale, bound))
-    parts += _axis(makespan, scale, bottom)
-    parts += _legend({span.action.kind for span in passes}, bottom + 40, bound)
+        rows += [_bar(timeline, s, top, scale) for s in passes if s.rank == rank]
+        rows += [_thin_bar(s, top - 6, scale) for s in beside if s.rank == rank]
+        rows.append(_strip(timeline, rank, top + BAR, scale, bound))
+    parts += [*_axis(makespan, scale, bottom), *rows]
+    shown = {span.action.kind for span in (*passes, *beside)}
+    parts += _legend(shown, bottom + 40, bound)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
@@ -92,10 +113,10 @@ def _style() -> str:
     return (
         "text{font:12px ui-sans-serif,system-ui,sans-serif}"
         ".page{fill:#fff}.idle{fill:#eef0f3}.t{fill:#1d2430}.s{fill:#5b6675}"
-        ".l{fill:#10151d;font-size:11px;text-anchor:middle}"
+        ".l0,.l1{fill:#10151d;font-size:11px;text-anchor:middle}"
         ".m{fill:#8c5aa8;fill-opacity:.35;stroke:#8c5aa8;stroke-width:1}"
         ".a{stroke:#c3c9d2;stroke-width:1}" + fills(_LIGHT) + "@media(prefers-color-scheme:dark){"
-        ".page{fill:#12161c}.idle{fill:#1f2630}.t{fill:#e8ecf2}.s{fill:#9aa5b4}.l{fill:#f6f8fb}"
+        ".page{fill:#12161c}.idle{fill:#1f2630}.t{fill:#e8ecf2}.s{fill:#9aa5b4}.l0{fill:#f6f8fb}"
         ".m{fill:#b98ad3;stroke:#b98ad3}.a{stroke:#3a4350}" + fills(_DARK) + "}"
     )
 
@@ -122,7 +143,18 @@ def _bar(timeline: Timeline, span: Span, top: float, scale: float) -> str:
     label = str(action.micro_batch)
     if size < 7 * len(label) + 3:
         return bar
-    return f'{bar}<text class="l" x="{left + (size - 1) / 2:.1f}" y="{top + 17}">{label}</text>'
+    return (
+        f'{bar}<text class="l{shade}" x="{left + (size - 1) / 2:.1f}" y="{top + 17}">{label}</text>'
+    )
+
+
+def _thin_bar(span: Span, top: float, scale: float) -> str:
+    """What runs beside the computation, above the bar of its rank."""
+    left, size = LEFT + span.start * scale, (span.end - span.start) * scale
+    return (
+        f'<rect class="{span.action.kind.value}0" x="{left:.1f}" y="{top}" '
+        f'width="{max(size - 1, 0.5):.1f}" height="4"/>'
+    )
 
 
 def _shade(timeline: Timeline, action: Action) -> int:

@@ -47,11 +47,15 @@ def find_problems(schedule: Schedule, *, passes_only: bool = False) -> tuple[str
         schedule: the table to check.
         passes_only: it has no transfers yet (``make(..., transfers=False)``): check the rest.
     """
+    problems: list[str] = []
+    for rank, row in enumerate(schedule.actions[: schedule.ranks]):
+        problems += _misplaced(schedule, rank, row)
+    if problems:
+        return tuple(problems)
     try:
         timeline = simulate(schedule, UNIT)
     except InvalidScheduleError as error:
         return error.problems
-    problems: list[str] = []
     bound = schedule.claim.peak_activations
     for rank, peak in enumerate(timeline.peak_activations):
         if peak > bound + 1e-6:
@@ -62,7 +66,6 @@ def find_problems(schedule: Schedule, *, passes_only: bool = False) -> tuple[str
         steps = [i for i, action in enumerate(row) if action.kind is ActionKind.OPT]
         if steps and steps != [len(row) - 1]:
             problems.append(f"rank {rank}: the optimizer step is not its one last action")
-        problems += _misplaced(schedule, rank, row)
         problems += _sharding_problems(rank, row)
         problems += _offload_problems(rank, row)
     if not passes_only:
@@ -97,8 +100,12 @@ def _sharding_problems(rank: int, row: tuple[Action, ...]) -> list[str]:
     for action in row:
         kind, _, _, chunk, _ = action
         if kind is ActionKind.GATHER:
+            if chunk in there:
+                problems.append(f"rank {rank}: {action}: gathered already")
             there.add(chunk)
         elif kind is ActionKind.RESHARD:
+            if chunk not in there:
+                problems.append(f"rank {rank}: {action}: nothing is gathered")
             there.discard(chunk)
         elif kind in _REDUCES:
             if (kind, chunk) in reduced:

@@ -33,14 +33,16 @@ class Rule:
         return lambda stage: int((stages - stage) * self.share + self.extra)
 
 
-ONE_WAVE = (Rule(1.0, 2.0),)
+ONE_WAVE = (Rule(1.5, 0.0),)
 WAVES = (
     Rule(1.0, 0.0),
+    Rule(0.9, 0.0),
+    Rule(0.9, 1.5),
     Rule(0.75, 1.5),
-    Rule(0.6, 1.5),
+    Rule(0.75, 2.0),
     Rule(0.5, 1.0),
     Rule(0.5, 1.5),
-    Rule(1.0, 2.0, alternate=False),
+    Rule(1.2, 0.5),
 )
 
 
@@ -55,8 +57,11 @@ def hanayo(ranks: int, chunks: int, micro_batches: int) -> Schedule:
     stages = wave(ranks, chunks)
     peak = PEAK_SHARE * ranks
     order = _best(stages, m, ONE_WAVE if chunks == 2 else WAVES, (0,) * m, peak * chunks)
-    # one wave is half of a bidirectional pipeline over 2p ranks: (2p-2) / (3m + 2p-2)
-    bubble = (2 * ranks - 2) / (3 * m + 2 * ranks - 2) if chunks == 2 and m == ranks else None
+    bubble = None
+    if chunks == 2 and m == ranks:  # half of a bidirectional pipeline over 2p ranks
+        bubble = (2 * ranks - 2) / (3 * m + 2 * ranks - 2)
+    elif chunks == 2 and m >= 2 * ranks - 1:  # what filling and draining p ranks must cost
+        bubble = (ranks - 1) / (2 * m + ranks - 1)
     claim = Claim(HANAYO, min(peak, m), bubble)
     return assemble("hanayo", stages, m, order, claim, options={"waves": chunks // 2})
 

@@ -96,7 +96,9 @@ class ModelSpec(Section):
     )
     bias: Boolean = Field(True, description="Biases in linears and norms.")
     dropout: Fraction = Field(
-        0.0, description="Dropout probability on embeddings, attention and residuals."
+        0.0,
+        description="Dropout probability on embeddings and on the outputs of attention and "
+        "feed-forward.",
     )
     norm_eps: Positive = Field(1e-5, description="Epsilon of the norms.")
     rope_theta: Positive = Field(10000.0, description="Base of the rotary frequencies.")
@@ -196,6 +198,22 @@ class TensorPlanSpec(Section):
     )
 
 
+class PipelineScheduleSpec(Section):
+    """The order in which a pipeline's ranks work."""
+
+    scalar_key: ClassVar[str | None] = "name"
+
+    name: Line = Field(
+        "1f1b",
+        description="Method, as `hpctrain schedule list` shows them (gpipe, 1f1b, interleaved, "
+        "zb-h1, zb-v …), with transforms after a plus: 1f1b+2bp, zb-v+vocab.",
+    )
+    options: Arguments = Field(
+        default_factory=dict,
+        description="Options of the method and its transforms, such as {unit: 4} of zeropp.",
+    )
+
+
 class ParallelSpec(Section):
     """How the ranks share the work; the product of the axes is the number of ranks."""
 
@@ -210,6 +228,36 @@ class ParallelSpec(Section):
     tensor_plan: TensorPlanSpec = Field(
         default_factory=lambda: TensorPlanSpec(),
         description="Which linears of your own model tensor parallelism cuts.",
+    )
+    pipeline: Count = Field(
+        1, description="Ranks that the layers are laid over, one stage or more on each."
+    )
+    chunks: OptionalCount = Field(
+        None, description="With pipeline above 1: stages on a rank. [the schedule's]"
+    )
+    schedule: PipelineScheduleSpec = Field(
+        default_factory=lambda: PipelineScheduleSpec(),
+        description="With pipeline above 1: who works on which micro-batch when.",
+    )
+    stage_layers: tuple[Count, ...] = Field(
+        (),
+        description="With pipeline above 1: layers of each stage, in the order of the model, "
+        "[4, 6, 6, 4]. [as even as possible]",
+    )
+    recompute: Annotated[Literal["none", "block", "full"], Plain] = Field(
+        "none",
+        description="What backward computes anew instead of keeping it: nothing; each block "
+        "from its input; or everything a stage does from the stage's input.",
+    )
+    offload: Annotated[Number, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="With pipeline above 1: share of the activations that wait for backward in "
+        "host memory.",
+    )
+    emulate: Seconds = Field(
+        0.0,
+        description="Time that each layer sleeps in its forward, in its input gradient and in "
+        "its weight gradient: shows the shape of a schedule on any machine.",
     )
     data: AutoCount = Field(
         "auto", description="Data-parallel ranks; auto takes all that the other axes leave."
@@ -286,7 +334,8 @@ class LossSpec(Section):
     module: EntryPoint = Field(
         None,
         description="package.module:function; called as function(model, batch, **args), returns "
-        "the mean loss over the micro-batch as a scalar tensor.",
+        "the mean loss over the micro-batch as a scalar tensor. One that takes `keys` is given "
+        "the dropout keys of the samples, which our transformer wants with dropout.",
     )
     args: Arguments = Field(default_factory=dict, description="Keyword arguments of the loss.")
 
@@ -323,7 +372,8 @@ class TrainSpec(Section):
     seed: CountOrZero = Field(
         0,
         description="Seed of everything: weights by (seed, name), order of samples by (seed, "
-        "epoch), dropout by (seed, data-parallel rank).",
+        "epoch), dropout by (seed, step, sample), your own code's generators by (seed, "
+        "data-parallel rank).",
     )
     log_every: Count = Field(1, description="Steps between metric lines.")
     tensorboard: Boolean = Field(
@@ -346,6 +396,13 @@ class TrainSpec(Section):
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is more than all "
                 f"{self.steps} steps"
             )
+        if self.schedule.kind == "wsd":
+            decay = self.schedule.decay_steps or 1
+            if self.schedule.warmup_steps + decay > self.steps:
+                raise ValueError(
+                    f"schedule: {self.schedule.warmup_steps} warmup_steps and {decay} decay_steps "
+                    f"are more than all {self.steps} steps"
+                )
         return self
 
 

@@ -54,7 +54,8 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
     if spec.checkpoint.every is None:
         values["checkpoint.every"] = max(1, spec.train.steps // 10)
     if spec.train.schedule.kind == "wsd" and spec.train.schedule.decay_steps is None:
-        values["train.schedule.decay_steps"] = max(1, spec.train.steps // 10)
+        left = spec.train.steps - spec.train.schedule.warmup_steps
+        values["train.schedule.decay_steps"] = max(1, min(spec.train.steps // 10, left))
     for key, path in (("data.path", spec.data.path), ("checkpoint.path", spec.checkpoint.path)):
         if path is not None and not Path(path).is_absolute():
             values[key] = str(directory.absolute() / path)
@@ -79,6 +80,7 @@ def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
     return ParallelLayout.resolve(
         world,
         tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
         data=parallel.data,
         shard=1 if parallel.sharding == "none" else parallel.shard,
         ranks_per_node=ranks_per_node,
@@ -98,7 +100,7 @@ def _batch(job: Job, data: int) -> dict[str, Any]:
         )
     share = train.global_batch // data
     if train.micro_batch == "auto":
-        return {"train.micro_batch": share}
+        return {"train.micro_batch": _micro_batch(share, job.spec.parallel.pipeline)}
     if share % train.micro_batch:
         fits = [size for size in range(1, share + 1) if share % size == 0]
         raise _impossible(
@@ -109,6 +111,18 @@ def _batch(job: Job, data: int) -> dict[str, Any]:
             + ", ".join(str(size) for size in fits[:12]),
         )
     return {}
+
+
+def _micro_batch(share: int, pipeline: int) -> int:
+    """All of a rank's share at once; in a pipeline 1/(4p) of it, so that a bubble of (p-1)/m is
+    below a quarter, with a multiple of p micro-batches where there is one."""
+    if pipeline == 1:
+        return share
+    sizes = [size for size in range(share, 0, -1) if share % size == 0]
+    counts = {size: share // size for size in sizes}
+    enough = [size for size in sizes if counts[size] >= 4 * pipeline]
+    regular = [size for size in enough if counts[size] % pipeline == 0]
+    return (regular or enough or [1])[0]
 
 
 def _model(spec: JobSpec) -> dict[str, Any]:

@@ -188,10 +188,10 @@ def _compare(found: dict[str, Any], reference: dict[str, Any]) -> Report:
         # Some gradients are zero but for rounding: a bias of the keys shifts all scores alike.
         floor = 1e-3 * float(np.sqrt(sum((g**2).sum() for g in right.values()) / len(right)))
         for key, expected in right.items():
-            difference = np.linalg.norm(mine[key] - expected)
-            difference /= max(np.linalg.norm(expected), floor)
+            size = max(float(np.linalg.norm(expected)), floor)
+            difference = float(np.linalg.norm(mine[key] - expected)) / size
             if not difference <= worst:  # also where it is not a number
-                worst, name = float(difference), key
+                worst, name = difference, key
     pairs = list(zip(found["norms"], reference["norms"], strict=True))
     losses = list(zip(found["losses"], reference["losses"], strict=True))
     return {

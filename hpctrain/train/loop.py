@@ -46,7 +46,7 @@ class Trainer:
         state, train = self.state, self.spec.train
         self.recorder.state("running", state.step)
         while state.step < train.steps:
-            stop = self._step()
+            stop = self.step()
             last = state.step == train.steps
             if last or stop or state.step % self._every == 0:
                 self._checkpoint(stop)
@@ -60,7 +60,8 @@ class Trainer:
         assert every is not None, "a resolved job has an interval"
         return every
 
-    def _step(self) -> int:
+    def step(self) -> int:
+        """Take one optimizer step; returns the reason to stop that all agreed on, 0 for none."""
         state, batches = self.state, self.batches
         began = time.perf_counter()
         micro_batches = list(batches.next_step())

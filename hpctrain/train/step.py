@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ def loss_of(spec: JobSpec, parallel: ParallelModel) -> Loss:
     entry, args = spec.train.loss.module, spec.train.loss.args
     if entry is not None:
         function = user_function(entry, "train.loss.module")
+        if "keys" in inspect.signature(function).parameters:
+            return lambda model, batch, keys: function(model, batch, keys=keys, **args)
         return lambda model, batch, _keys: function(model, batch, **args)
     if spec.model.module is not None:
         # A user's model with our loss takes tokens and gives logits.

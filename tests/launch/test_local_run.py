@@ -134,12 +134,16 @@ def test_launch_record_is_there_before_the_ranks_and_names_the_process(
 
 
 def test_nothing_starts_where_the_starter_dies_before_writing_it_down(run: RunDir) -> None:
-    (run.root / "launch.jsonl").mkdir()  # writing the LaunchRecord fails
+    (run.root / "launch.jsonl").symlink_to(
+        run.root / "none" / "x"
+    )  # writing the LaunchRecord fails
     spec = spec_of(get_machine("local"), ranks_per_node=1)
     started = run.root / "started"
-    with pytest.raises(OSError, match="Is a directory"):
+    before = psutil.Process().children()
+    with pytest.raises(OSError, match="No such file"):
         start(spec, run, ["/usr/bin/touch", str(started)], ENVIRON)
     assert not started.exists()
+    assert psutil.Process().children() == before
 
 
 def test_program_that_does_not_exist_is_named_in_the_log(run: RunDir) -> None:
@@ -291,7 +295,9 @@ def test_rank_that_fails_is_told_from_one_that_leaves_early(run: RunDir, ranks: 
         (0, "stopped", False, False, 0),
         (5, "running", True, True, 5),
         (9, "running", True, True, 6),
-        (-9, "running", True, False, 137),
+        (9, "running", True, False, 6),
+        (-9, "running", True, False, 6),
+        (-9, "stopped", False, False, 137),
         (3, "finished", False, False, 3),
         (None, "running", True, False, 6),
     ],

@@ -13,7 +13,12 @@ model: {layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab_size: 61, dropout: 0
 data: {path: none, sequence_length: 24}
 train: {steps: 10, global_batch: 8, micro_batch: 1, lr: 3e-3}
 """
-LLAMA = "model.position=rotary model.norm=rmsnorm model.activation=swiglu model.bias=false".split()
+LLAMA = [
+    "model.position=rotary",
+    "model.norm=rmsnorm",
+    "model.activation=swiglu",
+    "model.bias=false",
+]
 
 
 def assert_parity(*reports):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +128,16 @@ def test_json_holds_bubble_and_peaks():
     assert data["peak_activations"] == [4, 4, 4, 4]
     assert data["schedule"] == "zb-v"
     assert data["routes"] == [[0, 1, 2, 3, 3, 2, 1, 0]]
+
+
+def test_pictures_and_tables_of_the_documentation_are_up_to_date():
+    script = Path(__file__).parents[2] / "benchmarks" / "draw_schedules.py"
+    done = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_text_picture_of_the_documentation_is_real():
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    assert draw_text(timeline("1f1b")) in page
