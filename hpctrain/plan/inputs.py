@@ -78,10 +78,10 @@ class Strategy:
 
     def strides(self) -> dict[str, int]:
         """Ranks between neighbours along each dense axis."""
-        found, step = {}, 1
+        found, step, layout = {}, 1, self.layout
         for axis in reversed(self.order):
             found[axis] = step
-            step *= self.layout.size(axis)
+            step *= getattr(layout, axis)
         return found
 
 
@@ -160,6 +160,16 @@ class Workload:
     def kept_logit_bytes(self) -> float:
         stated = self.stack.logit_bytes_fp32 if self.dtype == "fp32" else self.stack.logit_bytes
         return self.logit_bytes or stated
+
+    @property
+    def on_host(self) -> bool:
+        """Ranks compute on processors, by kernels that are not fused."""
+        return self.platform.family == "CPU"
+
+    @property
+    def context_bytes(self) -> float:
+        """Bytes of driver, communicators and workspaces; of the process where there is no device."""
+        return 0.3 * 2**30 if self.on_host else self.stack.context_bytes
 
     def micro_batches(self, plan: Strategy) -> int:
         """Forward passes of a pipeline in a step."""

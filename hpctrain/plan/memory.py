@@ -109,7 +109,8 @@ def activations(work: Workload, plan: Strategy) -> Activations:
     # Residual stream: inputs and outputs of two norms, masks of two dropouts.
     half = 1.0 if work.dtype == "fp8" else each
     outputs = 2.0 * half
-    stream = 2.0 * each + (2.0 if model.dropout else 0.0)
+    wide = work.stack.fp32_stream and not plan.states.fully_sharded
+    stream = 2.0 * (4.0 if wide else each) + (2.0 if model.dropout else 0.0)
     stream += work.stack.norm_kept if work.norms_fused else _NORM_UNFUSED_KEPT
     again = plan.recompute == "selective" and work.kernel in ("flash1", "flash2", "cudnn")
     if again:
@@ -124,6 +125,11 @@ def activations(work: Workload, plan: Strategy) -> Activations:
         inner += (half + each) * model.hidden * model.topk  # routed copies, in and out
     tensors = work.stack.gated_tensors if model.gated else 2
     inner += ffn * (each * (tensors - 1) + (0.0 if again else half))
+    if work.on_host:
+        # processors' kernels: RMSNorm keeps the normalised input, attention expands key-value
+        # heads and its output is copied
+        stream += 0.0 if model.layernorm else 2 * 4.0
+        inner += each * (2 * (model.heads - model.kv_heads) * model.head_dim + heads)
     whole = tokens * (model.hidden * (stream / split + outputs / gathered) + inner / tp)
     scores = 0.0
     if work.kernel in ("torch", "fused"):
@@ -171,14 +177,17 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
         weights, optimizer = 4.0, optimizer - 4.0
 
     accumulated = work.stack.accumulates_whole and work.micro_batches(plan) > 1
+    buckets = 1.0
     if accumulated and states.gradients is Placement.SHARDED:
         states = replace(states, gradients=Placement.REPLICATED)
+    elif accumulated and not states.fully_sharded and layout.dp > 1:
+        buckets = 2.0  # DDP's buckets stand beside what earlier micro-batches accumulated
 
     def held(share: float) -> tuple[float, float, float]:
         found = []
         for placement, size in (
             (states.parameters, weights),
-            (states.gradients, gradients),
+            (states.gradients, gradients * buckets),
             (states.optimizer, optimizer),
         ):
             if placement is Placement.REPLICATED:
@@ -192,9 +201,11 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     common, routed = held(shards[0]), held(shards[1])
     if states.parameters is Placement.GATHERED:
         # the running block and the one fetched ahead, and gradients of one before they scatter
-        return StateBytes(common, routed, unit=2 * each + gradients, ends=each)
+        unit = 2 * each + (0.0 if accumulated else gradients)
+        return StateBytes(common, routed, unit=unit, ends=each)
     if states.parameters is Placement.MATERIALISED:
-        return StateBytes(common, routed, unit=gradients, block=each, ends=each)
+        unit = 0.0 if accumulated else gradients
+        return StateBytes(common, routed, unit=unit, block=each, ends=each)
     if work.stack.casts and work.dtype != "fp32":
         return StateBytes(common, routed, block=2.0, ends=2.0)
     return StateBytes(common, routed)
@@ -232,7 +243,7 @@ def stage_memory(
                 logits=kept.logits if stage == pp - 1 else 0.0,
                 gathered=gathered,
                 buffers=kept.buffers,
-                context=work.stack.context_bytes,
+                context=work.context_bytes,
             )
         )
     return tuple(found)

@@ -28,6 +28,8 @@ STATES: tuple[tuple[str, StatePlacement], ...] = (
 )
 """Placements that are searched, by the name that a job file gives them where it has one."""
 
+_SHARDED = StatePlacement.zero(3)
+
 ORDERS = (DEFAULT_ORDER, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
 
 
@@ -167,6 +169,10 @@ class _State:
     last: float
     whole: float
     """Bytes of what stands once, however many blocks a stage has."""
+    sharded: bool
+    """Parameters are sharded."""
+    far: bool
+    """The pipeline leaves the fast links: where it lies depends on how wide shards are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +210,8 @@ def _states(
                     first=size.first * (common + state.ends),
                     last=size.last * (common + state.ends),
                     whole=state.unit * block,
+                    sharded=placement.fully_sharded,
+                    far=_far(work, cut),
                 )
             )
     least = (
@@ -213,6 +221,11 @@ def _states(
         min(s.last for s in found),
     )
     return _States(found, least)
+
+
+def _far(work: Workload, plan: Strategy) -> bool:
+    """Whether a pipeline's chain spans several domains of fast links."""
+    return plan.strides()["pp"] * plan.layout.pp > work.platform.domain_devices
 
 
 class _Fills:
@@ -234,7 +247,7 @@ class _Fills:
         pipe: Pipe,
         kept: Activations,
     ) -> None:
-        base = kept.live + kept.buffers + work.stack.context_bytes
+        base = kept.live + kept.buffers + work.context_bytes
         held = FORMS[schedule].held
         runs = [
             (k.layers, (held(k.start, pp, virtual, m) if pp > 1 else 1.0) * k.layers * kept.kept)
@@ -329,6 +342,8 @@ def _score(
         for split in (space.sequence_parallel if tp > 1 else (False,))
         if not split or work.sequence % (tp * layout.cp) == 0
     ]
+    whole = work.stack.accumulates_whole
+    lies_far = {o: _far(work, Strategy(layout=layout, order=o)) for o in orders}
     states_of: dict[tuple[int, tuple[str, ...], bool], _States] = {}
     for micro in space.micro_batch or divisors(share):
         if share % micro:
@@ -342,7 +357,10 @@ def _score(
                 recompute=recompute,
                 sequence_parallel=split,
             )
-            kept = activations(work, base)
+            # what mixed precision keeps can depend on whether parameters are sharded
+            kept = (activations(work, base),) * 2
+            if work.stack.fp32_stream:
+                kept = (kept[0], activations(work, replace(base, states=_SHARDED)))
             for (schedule, virtual), order in itertools.product(chunked, orders):
                 plan = Strategy(
                     layout=layout,
@@ -354,13 +372,20 @@ def _score(
                     order=order,
                 )
                 pipe = model.pipe(plan)
-                fills = _Fills(pp, virtual, m, schedule, work, pipe, kept)
-                key = (pipe.layers, order, m > 1)
+                far = pipe
+                if not lies_far[order]:
+                    wide = replace(layout, dp_replicate=1, dp_shard=dp)
+                    far = model.pipe(replace(plan, layout=wide))
+                fills = _Fills(pp, virtual, m, schedule, work, pipe, kept[0])
+                other = fills
+                if kept[1] is not kept[0]:
+                    other = _Fills(pp, virtual, m, schedule, work, pipe, kept[1])
+                key = (pipe.layers, order, whole and m > 1)
                 states = states_of.get(key)
                 if states is None:
                     states = _states(model, plan, pipe.layers, space, order)
                     states_of[key] = states
-                bound = fills.bytes(*states.least)
+                bound = min(fills.bytes(*states.least), other.bytes(*states.least))
                 if bound > room:
                     # less than any placement of the states needs: nothing here can fit
                     found.too_big += 1
@@ -368,13 +393,16 @@ def _score(
                         found.least_memory = bound
                     continue
                 for state in states.members:
-                    memory = fills.bytes(state.block, state.whole, state.first, state.last)
+                    mine = other if state.sharded else fills
+                    memory = mine.bytes(state.block, state.whole, state.first, state.last)
                     if memory > room:
                         if memory < found.least_memory:
                             found.least_memory = memory
                         continue
                     cost = state.cost
-                    running, bubble, reduction, _ = compose(pipe, cost, fsdp, dp_hidden)
+                    running, bubble, reduction, _ = compose(
+                        far if state.far else pipe, cost, fsdp, dp_hidden
+                    )
                     seconds = (
                         running + bubble + reduction + cost.optimizer + cost.tied + fixed_seconds
                     )

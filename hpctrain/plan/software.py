@@ -96,6 +96,7 @@ class Stack:
         like: stack whose calibration serves where this one has none of its own.
         weight_bytes: bytes a parameter of what half-precision products read, where it is kept.
         casts: half-precision copies of fp32 weights live until the backward pass is done.
+        fp32_stream: under mixed precision without sharding the residual stream stays in fp32.
         optimizer_bytes: bytes a parameter of master weights and moments.
         gated_tensors: tensors of the inner width that a gated network keeps (4 where the
             activation's own output is kept beside the product).
@@ -128,6 +129,7 @@ class Stack:
     selective_share: float = 0.0
     weight_bytes: float = 2.0
     casts: bool = False
+    fp32_stream: bool = False
     optimizer_bytes: float = 12.0
     gated_tensors: int = 4
     keeps_gathered: bool = False
@@ -225,6 +227,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 # fp32 parameters are the master copy; products read bf16 copies of them
                 weight_bytes=4.0,
                 casts=True,
+                fp32_stream=True,
                 accumulates_whole=True,
                 optimizer_bytes=8.0,
                 norm_kept=0.0,

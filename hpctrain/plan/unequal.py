@@ -279,7 +279,7 @@ def _stages(parts: Sequence[Part], stages: Sequence[int], plan: Strategy, micro_
     pp = plan.layout.pp
     state = size.dense * (sum(bytes_each.common) + bytes_each.block)
     ends = max(size.first, size.last) * (sum(bytes_each.common) + bytes_each.ends)
-    base = kept.buffers + kept.live + work.stack.context_bytes + ends + kept.logits
+    base = kept.buffers + kept.live + work.context_bytes + ends + kept.logits
     held = tuple(float(min(pp - i, micro_batches)) for i in range(pp))
     memory = Memory(
         state=(state,) * layers,
@@ -344,7 +344,7 @@ def _fixed_bytes(work: Workload, plan: Strategy) -> float:
     ends = size.first + size.last
     layers = work.model.layers
     gathered = state.unit * size.dense + state.block * layers * size.dense + state.ends * ends
-    whole = layers * kept.kept + kept.live + kept.logits + gathered + work.stack.context_bytes
+    whole = layers * kept.kept + kept.live + kept.logits + gathered + work.context_bytes
     if work.stack.accumulates_whole:
         whole += work.state_gradient_bytes * (layers * size.dense + ends)
     return whole
