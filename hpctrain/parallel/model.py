@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.optim.clip import Axes, global_norm, scale_gradients
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.runtime.context import RankContext
 
 _COPY_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -77,9 +78,11 @@ class ParallelModel:
 
     Attributes:
         token_loss: (logits of this rank, targets) -> mean cross entropy.
+        pipeline: runs the chunks in a pipeline; None without one.
     """
 
     token_loss: Callable[[Tensor, Tensor], Tensor]
+    pipeline: Pipeline | None = None
 
     def __init__(
         self,

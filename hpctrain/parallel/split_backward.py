@@ -110,7 +110,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weight, bias = ctx.parameters
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
