@@ -32,6 +32,7 @@ _READERS: dict[Any, tuple[str, str]] = {
         (fields.Count, "whole number (1000, 1e9, 2.5M)", ""),
         (fields.OptionalCount, "whole number (1000, 1e9, 2.5M), at least 1", ""),
         (fields.AutoCount, "whole number, at least 1, or auto", ""),
+        (fields.OptionalAutoCount, "whole number, at least 1, or auto", ""),
         (fields.Number, "number", ""),
         (fields.OptionalNumber, "number", ""),
         (fields.Boolean, "true or false", ""),
@@ -65,6 +66,12 @@ UNITS = {
     "train.log_every": "steps",
     "checkpoint.every": "steps",
     "checkpoint.keep": "checkpoints",
+    "checkpoint.buffers": "buffers",
+    "checkpoint.memory.every": "steps",
+    "checkpoint.node.every": "steps",
+    "checkpoint.node.keep": "checkpoints",
+    "checkpoint.partner.every": "steps",
+    "checkpoint.partner.keep": "checkpoints",
     "slurm.cpus_per_task": "cores",
 }
 """What a count counts; sizes and times have their unit from their type, and all counts of

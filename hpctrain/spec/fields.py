@@ -205,6 +205,14 @@ OptionalCount = Annotated[
     AfterValidator(_positive),
     WithJsonSchema({"anyOf": [*_COUNT_SCHEMA["anyOf"], {"type": "null"}]}),
 ]
+OptionalAutoCount = Annotated[
+    int | Literal["auto"] | None,
+    BeforeValidator(_or_nothing(_auto)),
+    AfterValidator(lambda value: value if value is None else _at_least_one(value)),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}
+    ),
+]
 OptionalNumber = Annotated[float | None, BeforeValidator(_or_nothing(_number))]
 OptionalSize = Annotated[
     int | None,

@@ -95,6 +95,7 @@ def _train(
     root = Path(spec.checkpoint.path) if spec.checkpoint.path else run.checkpoints
     checkpointer = Checkpointer(root, spec, context)
     checkpointer.restore(state, launch.restore, recorder)
+    checkpointer.guard(state)
     progress["step"] = state.step
     batches = Batches(source, spec, context, start=state.samples)
     recorder.event(
@@ -118,6 +119,7 @@ def _train(
         reason = trainer.run()
     finally:
         progress["step"] = state.step
+    checkpointer.close()
     batches.close()
     if reason:
         recorder.state("stopped", state.step, reason)
