@@ -233,10 +233,14 @@ class Communicators:
             self.counter.name(group, name)
         return group
 
-    def close(self) -> None:
-        """End all threads and the counting."""
+    def close_threads(self) -> None:
+        """End the threads of all communicators; a later operation starts another."""
         for communicator in self._made.values():
             communicator.close()
+
+    def close(self) -> None:
+        """End all threads and the counting."""
+        self.close_threads()
         self.counter.close()
 
     # ---- what it cost ----------------------------------------------------------------------
