@@ -32,6 +32,7 @@ from hpctrain.parallel.pipeline_stages import (
     sequential_stages,
     transformer_stages,
 )
+from hpctrain.parallel.pipeline_vocabulary import spread_vocabulary
 from hpctrain.parallel.recompute import recompute
 from hpctrain.parallel.regions import TensorGroup, share
 from hpctrain.parallel.split_backward import WeightGrads, split_linears
@@ -79,7 +80,9 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
             for module in stages.modules:
                 assert isinstance(module, Transformer)
                 cuts |= cut_transformer(module, group)
-        if schedule is not None:
+        if schedule is not None and schedule.vocabulary:
+            cuts |= spread_vocabulary(stages, spec.model.transformer(), schedule, rank, group)
+        elif schedule is not None:
             lend_embedding(stages, schedule, rank)
     for module in stages.modules:
         if store is not None:
@@ -103,7 +106,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
         parallel.token_loss = next_token_loss
     if schedule is not None:
         assert wire is not None
-        parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, store)
+        parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, group, store)
     return parallel
 
 

@@ -33,6 +33,7 @@ from hpctrain.parallel.offload import Shelf
 from hpctrain.parallel.pipeline_exchange import Arrival, Exchange, Receive, Send
 from hpctrain.parallel.pipeline_gradients import ChunkGradients, SummedCopies
 from hpctrain.parallel.pipeline_stages import Wire
+from hpctrain.parallel.pipeline_vocabulary import Vocabulary
 from hpctrain.parallel.split_backward import WeightGrads
 from hpctrain.schedule import Action, ActionKind, Schedule
 from hpctrain.schedule.actions import SENDS, TRANSFERS
@@ -85,6 +86,8 @@ class Pipeline:
         tied: gradients summed with another rank's at the end of the step.
         store: of the weight gradients, where backward is split.
         lenders: chunk that borrows a weight -> chunk that has it.
+        vocabulary: passes of Vocabulary Parallelism; its gradients are the last of
+            ``gradients``.
         scale: factor of the loss whose gradients are accumulated.
 
     Attributes:
@@ -106,6 +109,7 @@ class Pipeline:
         tied: Sequence[SummedCopies] = (),
         store: WeightGrads | None = None,
         lenders: dict[int, int] | None = None,
+        vocabulary: Vocabulary | None = None,
         scale: float = 1.0,
     ) -> None:
         self.schedule = schedule
@@ -120,6 +124,7 @@ class Pipeline:
         self.tied = tied
         self.store = store or WeightGrads()
         self.lenders = lenders or {}
+        self.vocabulary = vocabulary
         self.spans: list[Span] | None = None
         self._scale = scale / schedule.micro_batches
         self._last = schedule.stages.stages - 1
@@ -144,6 +149,11 @@ class Pipeline:
             K.OFFLOAD: self._offload,
             K.RELOAD: self._reload,
         }
+        if vocabulary is not None:
+            self._do |= dict.fromkeys(vocabulary.passes, self._vocabulary_pass)
+            self._do[K.SHARE] = vocabulary.share
+            self._do[K.COMBINE] = vocabulary.combine
+            self._do[K.STATS] = vocabulary.stats
         self._steps = list(self._compile(schedule.actions[rank]))
         # Of the step under way
         self._micro_batches: Sequence[MicroBatch] = ()
@@ -182,6 +192,9 @@ class Pipeline:
         self._total = torch.zeros((), device=self.exchange.device)
         for gradients in self.gradients:
             gradients.begin()
+        if self.vocabulary is not None:
+            self.vocabulary.begin([micro.batch for micro in micro_batches])
+            self.gradients[-1].gather(wait=True)
         for step in self._steps:
             step()
         for gradients in self.gradients:
@@ -193,6 +206,10 @@ class Pipeline:
         for tied in self.tied:
             tied.finish(self.exchange)
         self.exchange.flush()
+        if self.vocabulary is not None:
+            self.vocabulary.finish()
+            for loss in self.vocabulary.losses:
+                self._total += loss / self.schedule.micro_batches
         assert not self._live and not self._arrivals and not len(self.store), "all is done"
         self._micro_batches = self._keys = ()
         return self._total
@@ -222,6 +239,8 @@ class Pipeline:
             if action.kind in (K.B, K.W):
                 assert action.chunk is not None
                 last[action.chunk] = index
+            elif action.kind in (K.T, K.D):
+                last[len(self.gradients) - 1] = index
         for borrower, lender in self.lenders.items():
             last[lender] = max(last[lender], last[borrower])
         return last
@@ -236,11 +255,13 @@ class Pipeline:
             live.shelf = Shelf(self._copy_stream)
         with self._timed(action), self._saving(live), self._compute():
             output = self.call(self._module(action), source, self._keys[j])
-            if stage == self._last and not self.schedule.vocabulary:
+            if stage == self._last and self.vocabulary is None:
                 loss = self.loss(output, self._micro_batches[j].batch)
                 self._total += loss.detach() / self.schedule.micro_batches
                 output = loss * self._scale
         live.edge, live.dtype = get_gradient_edge(output), output.dtype
+        if stage == self._last and self.vocabulary is not None:
+            self.vocabulary.give_output(j, output.detach())
         self._pass_on(K.SEND_F, stage + 1, j, output.detach())
 
     def _input(self, cell: Cell, live: _Live) -> Tensor:
@@ -253,6 +274,8 @@ class Pipeline:
             source = buffer.detach().to(self.wire.stream)
         elif cell in self._inputs:
             source = self._inputs.pop(cell)
+        elif self.vocabulary is not None:
+            source = self.vocabulary.embedded(j)
         else:
             return self._micro_batches[j].batch[0]  # type: ignore[no-any-return]
         live.source = source.requires_grad_()
@@ -288,6 +311,8 @@ class Pipeline:
             buffer = arrival.wait()
             live.buffers.append(buffer)
             return buffer.to(live.dtype)
+        if cell[0] == self._last and self.vocabulary is not None:
+            return self.vocabulary.output_gradient(cell[1]).to(live.dtype)
         return self._grads.pop(cell, None)
 
     def _propagate(self, action: Action, live: _Live, grad: Tensor | None) -> None:
@@ -303,6 +328,8 @@ class Pipeline:
         live.source.grad = None
         if grad is not None and _same_memory(found, grad):
             found = found.clone()  # the buffer will be used again
+        if stage == 0 and self.vocabulary is not None:
+            self.vocabulary.give_input_gradient(j, found)
         self._pass_on(K.SEND_B, stage - 1, j, found)
 
     def _pass_on(self, kind: ActionKind, target: int, j: int, tensor: Tensor) -> None:
@@ -314,6 +341,12 @@ class Pipeline:
             found[target, j] = tensor
         else:
             self._outgoing[kind, target, j] = tensor.to(self.wire.dtype)
+
+    def _vocabulary_pass(self, action: Action) -> None:
+        assert self.vocabulary is not None
+        with self._timed(action):
+            self.vocabulary.passes[action.kind](_cell(action)[1])
+        self.gradients[-1].settle()
 
     # ---- the others -------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from hpctrain.parallel.pipeline_stages import (
     sequential_shapes,
     transformer_shapes,
 )
+from hpctrain.parallel.pipeline_vocabulary import Vocabulary
 from hpctrain.schedule.job import stage_layers
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def build_pipeline(
     schedule: Schedule,
     stages: Stages,
     wire: Wire,
+    tensor: TensorGroup | None,
     store: WeightGrads | None,
 ) -> Pipeline:
     """The executor of this rank; collective over no one.
@@ -75,6 +77,7 @@ def build_pipeline(
         schedule: with transfers.
         stages: how the chunks came to be.
         wire: what passes between stages.
+        tensor: tensor group, if any.
         store: of weight gradients, where backward is split.
     """
     context = parallel.context
@@ -88,7 +91,20 @@ def build_pipeline(
         Sharded(cast("FSDPModule", chunk)) if sharded else Replicated(chunk.parameters(), group)
         for chunk in parallel.chunks
     ]
+    scale = 1.0 if sharded else 1.0 / replicas
     own = spec.model.module is not None
+    vocabulary = None
+    if schedule.vocabulary:
+        vocabulary = Vocabulary(
+            parallel.chunks[-1],
+            parallel.cuts["embedding.tokens.weight"].offsets[0],
+            context.mesh["pp"].get_group(),
+            rank,
+            tensor,
+            wire,
+            schedule.vocabulary,
+            scale / schedule.micro_batches,
+        )
     token_loss = parallel.token_loss
     return Pipeline(
         schedule,
@@ -103,7 +119,8 @@ def build_pipeline(
         tied=_tied(parallel, schedule, rank),
         store=store,
         lenders=stages.lenders,
-        scale=1.0 if sharded else 1.0 / replicas,
+        vocabulary=vocabulary,
+        scale=scale,
     )
 
 
@@ -137,7 +154,7 @@ def _tied(parallel: ParallelModel, schedule: Schedule, rank: int) -> list[Summed
         first_rank, last_rank = (schedule.stages.routes[route][s] for s in (0, last))
         if not isinstance(module, Transformer) or not module.dims.tied_embeddings:
             continue
-        if first_rank == last_rank or stage not in (0, last):
+        if first_rank == last_rank or stage not in (0, last) or schedule.vocabulary:
             continue
         if stage == 0:
             assert module.embedding is not None

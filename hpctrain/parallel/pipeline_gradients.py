@@ -31,8 +31,8 @@ class ChunkGradients(Protocol):
     def begin(self) -> None:
         """Before the first action of a step."""
 
-    def gather(self) -> None:
-        """Start to gather the parameters."""
+    def gather(self, *, wait: bool = False) -> None:
+        """Start to gather the parameters; a forward waits for it by itself."""
 
     def reshard(self, *, keep_root: bool) -> None:
         """Drop what was gathered; ``keep_root``: but for what stands outside of blocks."""
@@ -78,7 +78,7 @@ class Replicated:
             for parameter, view in members:
                 parameter.grad = view
 
-    def gather(self) -> None:
+    def gather(self, *, wait: bool = False) -> None:
         pass
 
     def reshard(self, *, keep_root: bool) -> None:
@@ -118,9 +118,11 @@ class Sharded:
         self._module.set_reshard_after_backward(False)
         self._module.set_requires_gradient_sync(False)
 
-    def gather(self) -> None:
+    def gather(self, *, wait: bool = False) -> None:
         for group in self._groups():
-            group.unshard(async_op=True)
+            group.unshard(async_op=not wait)
+            if wait:
+                group.wait_for_unshard()
 
     def reshard(self, *, keep_root: bool) -> None:
         for group in self._groups():
