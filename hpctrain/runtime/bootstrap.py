@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.runtime.context import RankContext
 from hpctrain.runtime.environment import RankEnvironment
+from hpctrain.runtime.waiting import barrier
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,7 @@ def shut_down(context: RankContext) -> None:
     """Leave the process group together; MPI is finalised at exit."""
     import torch.distributed as dist
 
-    context.comm.Barrier()
+    barrier(context.comm)
     context.communicators.close()
     if dist.is_initialized():
         dist.destroy_process_group()

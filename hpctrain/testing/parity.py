@@ -61,6 +61,7 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
     from hpctrain.layout import RankGrid
     from hpctrain.runtime.bootstrap import bootstrap, start_mpi
     from hpctrain.runtime.environment import RankEnvironment
+    from hpctrain.runtime.waiting import barrier
     from hpctrain.spec.resolve import layout_of
 
     comm = start_mpi()
@@ -77,7 +78,7 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
             if key not in references:
                 references[key] = _train(_alone(context), _spec(job, 1, options), steps)
             reports.append(_compare(found, references[key]))
-    comm.Barrier()
+    barrier(comm)  # rank 0 trains alone meanwhile
     return reports
 
 
