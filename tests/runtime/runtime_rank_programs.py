@@ -429,3 +429,47 @@ def gradients_in_levels() -> dict[str, Any]:
     found["fsdp counted"] = sorted(made.counter.take())
     stop(context)
     return found
+
+
+def measure_two_hosts() -> dict[str, Any]:
+    """Links between real hosts, and collectives over them, flat and in two levels."""
+    import statistics
+
+    import torch
+
+    from hpctrain.runtime import bootstrap as module
+    from hpctrain.runtime import collectives, measure
+
+    found: dict[str, Any] = {"wrong": [], "seconds": {}}
+    context = start()
+    group = context.communicators.prepare("dp")
+    assert group.levels is not None, "the ranks are on two hosts"
+    size = 2**20
+    whole, part = torch.ones(size), torch.ones(size // 4)
+    right = {"all_reduce": whole * 4, "reduce_scatter": part * 4}
+    for name in right:
+        times: dict[str, list[float]] = {"flat": [], "hierarchical": []}
+        for _ in range(4):
+            for algorithm, seconds in times.items():
+                source, output = whole.clone(), torch.zeros_like(part)
+                arguments = (source,) if name == "all_reduce" else (output, source)
+                context.comm.Barrier()
+                began = time.perf_counter()
+                getattr(collectives, name)(group, *arguments, algorithm=algorithm)
+                seconds.append(time.perf_counter() - began)
+                if not torch.equal(arguments[0], right[name]):
+                    found["wrong"].append(f"{name} {algorithm}")
+        found["seconds"][name] = {
+            algorithm: statistics.median(seconds[1:]) for algorithm, seconds in times.items()
+        }
+    # The program of `topo --measure`, but for starting and ending the ranks once more.
+    keep = (module.start_mpi, module.bootstrap, module.shut_down)
+    module.start_mpi = lambda: context.comm
+    module.bootstrap = lambda *_: context
+    module.shut_down = lambda _: None
+    request = {"machine": "local", "sizes": {"dp_shard": 4}, "order": context.grid.order,
+               "permutation": None, "ranks_per_node": 2}  # fmt: skip
+    found["answer"] = measure.run(request)
+    module.start_mpi, module.bootstrap, module.shut_down = keep
+    stop(context)
+    return found
