@@ -130,7 +130,8 @@ def _tensor_group(
         return None
     group = context.mesh["tp"].get_group()
     sequence = spec.parallel.sequence and spec.model.module is None
-    return TensorGroup(group, context.coordinate("tp"), size, sequence, store)
+    overlap = spec.parallel.overlap
+    return TensorGroup(group, context.coordinate("tp"), size, sequence, overlap, store)
 
 
 def _draw_weights(model: ParallelModel, seed: int) -> None:

@@ -227,6 +227,11 @@ class ParallelSpec(Section):
         description="With tensor above 1: norms, dropout and residuals are shared along the "
         "sequence too (sequence parallelism); needs data.sequence_length divisible by tensor.",
     )
+    overlap: Boolean = Field(
+        False,
+        description="With tensor above 1: each block works on one half of a micro-batch while "
+        "the other half is summed over the ranks (Domino); needs micro-batches of 2 or more.",
+    )
     tensor_plan: TensorPlanSpec = Field(
         default_factory=lambda: TensorPlanSpec(),
         description="Which linears of your own model tensor parallelism cuts.",
