@@ -189,10 +189,6 @@ def test_texts_that_once_broke_a_reader(here: Path, text: bytes) -> None:
     submit(here, text)
 
 
-@pytest.mark.xfail(
-    reason="hpctrain.spec.fields takes infinity for seconds, and its float() of a long integer "
-    "raises OverflowError"
-)
 @pytest.mark.parametrize(
     "override", ["train.lr=" + "9" * 400, "slurm.margin=" + "9" * 400, "slurm.margin=1e400"]
 )
