@@ -152,6 +152,18 @@ class ParallelModel:
         )
         return Part(name, local, cut.global_shape, offsets, writer)
 
+    def writes(self, parameter: str, entry: str, spread: Axes = ()) -> bool:
+        """Whether this rank writes what it keeps beside a parameter (an optimizer state).
+
+        Args:
+            parameter: its name.
+            entry: name of what is written.
+            spread: axes whose ranks keep different parts, beside those that cut the parameter.
+        """
+        cut = self.cuts.get(parameter)
+        over = {*(cut.axes if cut else ()), *spread}
+        return parameter not in self.copies and self._turn(over, entry)
+
     def _turn(self, cut_over: set[str], name: str) -> bool:
         """Of the ranks that hold copies, one writes; which one differs from name to name."""
         place, copies = 0, 1

@@ -90,7 +90,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
         if spec.parallel.emulate:
             emulate(module, spec.parallel.emulate, store)
         recompute(module, spec.parallel.recompute, own=own)
-    sharded = spec.parallel.sharding != "none"
+    sharded = spec.parallel.fsdp
     modules = [_shard(m, spec, context) if sharded else m for m in stages.modules]
     if not own:
         modules = [module.to_empty(device=context.device) for module in modules]

@@ -48,7 +48,7 @@ def wire_of(
     """
     bf16 = spec.train.precision == "bf16"
     # Under autocast the residual stream is fp32, but what crosses the wire was computed in bf16.
-    stream = torch.bfloat16 if bf16 and spec.parallel.sharding != "none" else torch.float32
+    stream = torch.bfloat16 if bf16 and spec.parallel.fsdp else torch.float32
     dtype = torch.bfloat16 if bf16 else stream
     stages = schedule.stages.stages
     if model is None:
@@ -82,7 +82,7 @@ def build_pipeline(
     """
     context = parallel.context
     rank = context.coordinate("pp")
-    sharded = spec.parallel.sharding != "none"
+    sharded = spec.parallel.fsdp
     replicas = context.size("dp_replicate")
     group = None
     if not sharded and replicas > 1:

@@ -123,9 +123,9 @@ def _name(spec: JobSpec) -> tuple[str, dict[str, Any]]:
         base, suffixes = parse(name)
     except HpctrainError as error:
         raise type(error)(f"parallel.schedule: {error.message}", hint=error.hint) from None
-    if "fsdp" in suffixes and parallel.sharding == "none":
+    if "fsdp" in suffixes and not parallel.fsdp:
         raise UsageError(
-            "parallel.schedule: +fsdp gathers sharded parameters; set parallel.sharding"
+            "parallel.schedule: +fsdp gathers sharded parameters; set parallel.sharding: zero3"
         )
     if "vocab" in suffixes and spec.model.module is not None:
         raise UsageError(

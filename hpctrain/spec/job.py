@@ -269,18 +269,24 @@ class ParallelSpec(Section):
     data: AutoCount = Field(
         "auto", description="Data-parallel ranks; auto takes all that the other axes leave."
     )
-    sharding: Annotated[Literal["none", "zero2", "zero3"], Plain] = Field(
+    sharding: Annotated[Literal["none", "zero1", "zero2", "zero3"], Plain] = Field(
         "none",
         description="What data-parallel ranks shard: none (DDP: every rank holds everything), "
-        "zero2 (FSDP2: gradients and optimizer states; parameters stay gathered between "
-        "forward and backward), zero3 (FSDP2: parameters too).",
+        "zero1 (optimizer states, in whole blocks), zero2 (FSDP2: gradients and optimizer "
+        "states; parameters stay gathered between forward and backward), zero3 (FSDP2: "
+        "parameters too).",
     )
     shard: Annotated[int | Literal["auto", "node"], BeforeValidator(_shard_size)] = Field(
         "auto",
         description="Data-parallel ranks that share one copy of what is sharded: auto is all of "
         "them; node as many as fit a node, with copies between nodes (hybrid sharding, MiCS); "
-        "or a number.",
+        "or a number. With zero2 and zero3; zero1 takes all of them.",
     )
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 shards gradients and parameters."""
+        return self.sharding in ("zero2", "zero3")
 
 
 class DataSpec(Section):
@@ -347,6 +353,40 @@ class LossSpec(Section):
     args: Arguments = Field(default_factory=dict, description="Keyword arguments of the loss.")
 
 
+class OptimizerSpec(Section):
+    """What turns gradients into updates; lr, betas, eps and weight_decay stand in `train`."""
+
+    scalar_key: ClassVar[str | None] = "kind"
+
+    kind: Annotated[Literal["adamw", "muon", "shampoo"], Plain] = Field(
+        "adamw",
+        description="adamw; or muon or shampoo for the matrices of the layers, with AdamW for "
+        "embeddings, output layer, norms and biases.",
+    )
+    adamw: tuple[Line, ...] = Field(
+        (),
+        description="muon, shampoo: patterns of the names of further parameters that AdamW "
+        "takes, such as head.* of your own model.",
+    )
+    momentum: Fraction = Field(0.95, description="muon: momentum.")
+    nesterov: Boolean = Field(True, description="muon: look ahead.")
+    iterations: Count = Field(5, description="muon: Newton-Schulz steps.")
+    scale: Annotated[Literal["match-rms", "spectral"], Plain] = Field(
+        "match-rms",
+        description="muon: factor of an m x n matrix's update: 0.2·√max(m, n), which takes "
+        "AdamW's learning rates, or √max(1, m/n), which wants about 0.02.",
+    )
+    block: Count = Field(
+        1024, description="shampoo: longest side of the blocks that matrices are cut into."
+    )
+    interval: Count = Field(
+        10, description="shampoo: steps between computations of the preconditioners' roots."
+    )
+    damping: Positive = Field(
+        1e-6, description="shampoo: ridge, as a fraction of the largest eigenvalue."
+    )
+
+
 class TrainSpec(Section):
     """The optimisation."""
 
@@ -356,6 +396,9 @@ class TrainSpec(Section):
         "auto",
         description="Samples a rank takes in one forward pass; the rest of its share is "
         "accumulated. auto: all of its share.",
+    )
+    optimizer: OptimizerSpec = Field(
+        default_factory=lambda: OptimizerSpec(), description="What makes updates of gradients."
     )
     lr: Positive = Field(3e-4, description="Peak learning rate.")
     min_lr: NotNegative = Field(0.0, description="Learning rate at the end of the decay.")

@@ -121,13 +121,13 @@ def _alone(context: Any) -> Any:
 
 def _train(context: Any, spec: Any, steps: int) -> dict[str, Any]:
     """Losses, norms and the gradients of every step (on rank 0, whole tensors by name)."""
-    from hpctrain.optim.adamw import build_optimizer
+    from hpctrain.parallel.optimizer import make_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.train.agreement import agree
     from hpctrain.train.step import Stepper
 
     model = parallelize(spec, context)
-    optimizer = build_optimizer(model.parameters(), spec.train)
+    optimizer = make_optimizer(model, spec)
     stepper = Stepper(model, optimizer, spec)
     losses, norms, gradients = [], [], []
     for step in range(1, steps + 1):

@@ -20,6 +20,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.io.restore import Request
 from hpctrain.io.shards import ShardSpec
 from hpctrain.parallel.model import ParallelModel, Part
+from hpctrain.parallel.optimizer import BlockOptimizer
 from hpctrain.train import rng
 from hpctrain.train.sources import (
     Held,
@@ -64,9 +65,16 @@ class TrainState:
             self._stateless = [
                 name
                 for name, parameter in self.model.named_parameters()
-                if parameter.requires_grad and not self.optimizer.state.get(parameter)
+                if self._updates(parameter) and not self.optimizer.state.get(parameter)
             ]
         return self._sources
+
+    def _updates(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank's optimizer has to do with a parameter."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, BlockOptimizer):
+            return optimizer.owns(parameter)
+        return parameter.requires_grad
 
     def scalars(self) -> dict[str, Any]:
         """Progress, and the trained parameters that have no optimizer state (yet)."""
@@ -119,6 +127,8 @@ class TrainState:
         self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor
     ) -> Part:
         entry = f"optimizer/{key}/{name}"
+        if isinstance(self.optimizer, BlockOptimizer):
+            return self.optimizer.state_part(entry, name, parameter, key, value)
         if value.dim() > 0:
             return self.model.part(entry, value, like=name)
         # A number beside a parameter (a step count): who writes the first element writes it.
@@ -177,17 +187,24 @@ class TrainState:
         kinds = sorted({key for states in saved.values() for key in states})
         never = set(reader.scalars.get("without_optimizer_state", ()))
         lost = []
+        own = self.optimizer if isinstance(self.optimizer, BlockOptimizer) else None
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and name not in never:
-                lost += [f"optimizer/{k}/{name}" for k in kinds if k not in saved.get(name, {})]
+                wanted = own.state_keys(parameter) if own is not None else kinds
+                lost += [f"optimizer/{k}/{name}" for k in wanted if k not in saved.get(name, {})]
             for key, (shape, dtype) in saved.get(name, {}).items():
                 kind = getattr(torch, dtype)
-                like = (
-                    torch.zeros_like(parameter, dtype=kind, memory_format=torch.preserve_format)
-                    if shape
-                    else torch.zeros((), dtype=kind, device=parameter.device)
-                )
-                self.optimizer.state[parameter][key] = like.detach()
+                like: torch.Tensor | None
+                if own is not None:
+                    like = own.empty_state(parameter, key, shape, kind)
+                elif shape:
+                    like = torch.zeros_like(
+                        parameter, dtype=kind, memory_format=torch.preserve_format
+                    )
+                else:
+                    like = torch.zeros((), dtype=kind, device=parameter.device)
+                if like is not None:
+                    self.optimizer.state[parameter][key] = like.detach()
         if lost:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             raise CheckpointError(

@@ -59,7 +59,7 @@ class Stepper:
         self.train = spec.train
         self.loss = loss_of(spec, model)
         self.device = model.context.device
-        sharded = spec.parallel.sharding != "none"
+        sharded = spec.parallel.fsdp
         # FSDP2 casts by its own policy; autocast would cast what it already gathered.
         self._autocast = spec.train.precision == "bf16" and not sharded
 
