@@ -53,13 +53,12 @@ def exact_values(length: int, dtype: Any, rank: int) -> Any:
     return values.to(dtype)
 
 
-def compare_shapes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_shapes(context: Any, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each case every hierarchical collective against closed forms and the flat one.
 
     A case has ``nodes`` (of each rank), ``axis`` and the sizes of axes. Its result holds what is
     wrong (nothing should be) and how many comparisons there were.
     """
-    context = start()
     results = []
     for case in cases:
         grid = {key: value for key, value in case.items() if key not in ("nodes", "axis")}
@@ -67,7 +66,6 @@ def compare_shapes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         group = communicators.prepare(case.get("axis", "dp"))
         results.append(_compare(group))
         communicators.close_threads()
-    stop(context)
     return results
 
 
@@ -213,11 +211,38 @@ def _compare_with_flat(group: Any, check: Any, even: bool) -> None:
 # ---- groups, counting, gradients ----
 
 
-def describe_groups() -> dict[str, Any]:
+def on_eight_ranks(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """All that the tests ask of eight ranks, in one start of them."""
+    context = start()
+    found = {"groups": describe_groups(context), "shapes": compare_shapes(context, cases)}
+    stop(context)
+    return found
+
+
+def on_six_ranks(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The shapes of groups that six ranks can have."""
+    context = start()
+    found = compare_shapes(context, cases)
+    stop(context)
+    return found
+
+
+def on_four_ranks() -> dict[str, Any]:
+    """All that the tests ask of four ranks."""
+    context = start()
+    found = {
+        "moved": moved_ranks(context),
+        "experts": expert_groups(context),
+        "gradients": gradients_in_levels(context),
+    }
+    stop(context)
+    return found
+
+
+def describe_groups(context: Any) -> dict[str, Any]:
     """Groups of a job of eight ranks on two pretended nodes, as torch and MPI have them."""
     import torch.distributed as dist
 
-    context = start()
     made = pretend(context, [0, 0, 0, 0, 1, 1, 1, 1], pp=2, dp_replicate=2, tp=2)
     found: dict[str, Any] = {"rank": context.rank}
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
@@ -242,42 +267,36 @@ def describe_groups() -> dict[str, Any]:
     summary = made.summary()
     found["cost"] = {key: summary[key] for key in ("groups", "seconds", "rss_bytes")}
     found["each"] = len(summary["each"])
-    stop(context)
     return found
 
 
-def moved_ranks() -> dict[str, Any]:
+def moved_ranks(context: Any) -> dict[str, Any]:
     """A tensor sharded over ranks that a placement turned around, and put together again."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     order = [3, 0, 2, 1]
-    context = start(permutation=order)
-    place = context.coordinate("dp_shard")
+    made = pretend(context, [0] * 4, permutation=order)
+    place = made.grid.coordinates(context.rank)["dp_shard"]
     mine = torch.full((2,), float(place))
-    ours = DTensor.from_local(mine, context.mesh["dp_shard"], [Shard(0)]).full_tensor()
+    ours = DTensor.from_local(mine, made.mesh["dp_shard"], [Shard(0)]).full_tensor()
     plain = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("dp_shard",))
     theirs = DTensor.from_local(mine, plain, [Shard(0)]).full_tensor()
-    result = {"place": place, "ours": ours.tolist(), "theirs": theirs.tolist()}
-    stop(context)
-    return result
+    return {"place": place, "ours": ours.tolist(), "theirs": theirs.tolist()}
 
 
-def expert_groups() -> dict[str, Any]:
-    context = start(dp_shard=4, ep=2)
-    mesh = context.communicators.expert_mesh
-    dense = context.communicators.along("dp_shard")
-    ep, edp = context.communicators.along("ep"), context.communicators.along("edp")
-    result = {
+def expert_groups(context: Any) -> dict[str, Any]:
+    made = pretend(context, [0] * 4, dp_shard=4, ep=2)
+    mesh = made.expert_mesh
+    dense, ep, edp = made.along("dp_shard"), made.along("ep"), made.along("edp")
+    return {
         "names": list(mesh.mesh_dim_names),
         "ep": mesh["ep"].mesh.tolist(),
         "edp": mesh["edp"].mesh.tolist(),
         "ranks": [list(ep.ranks), list(edp.ranks)],
         "own": len({g.group.group_name for g in (dense, ep, edp)}) == 3,
     }
-    stop(context)
-    return result
 
 
 def count_operations() -> dict[str, Any]:
@@ -364,7 +383,7 @@ def count_operations() -> dict[str, Any]:
     return found
 
 
-def gradients_in_levels() -> dict[str, Any]:
+def gradients_in_levels(context: Any) -> dict[str, Any]:
     """DDP and FSDP2 over two pretended nodes of two ranks, flat and in two levels."""
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -373,7 +392,6 @@ def gradients_in_levels() -> dict[str, Any]:
     from hpctrain.runtime.collectives import Crossover
     from hpctrain.runtime.gradients import replicate_in_levels, shard_in_levels
 
-    context = start()
     found: dict[str, Any] = {}
 
     def model() -> Any:
@@ -427,7 +445,7 @@ def gradients_in_levels() -> dict[str, Any]:
     made.counter.take()
     found["fsdp"] = worst(backward(net), reference)
     found["fsdp counted"] = sorted(made.counter.take())
-    stop(context)
+    made.close_threads()
     return found
 
 

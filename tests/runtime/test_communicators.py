@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from runtime_rank_programs import describe_groups, expert_groups, moved_ranks
 
 pytestmark = pytest.mark.mpi
 
@@ -11,13 +10,6 @@ pytestmark = pytest.mark.mpi
 PP = [[0, 2], [1, 3], [4, 6], [5, 7]]
 REPLICATE = [[0, 4], [1, 5], [2, 6], [3, 7]]
 TP = [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-@pytest.fixture(scope="module")
-def groups():
-    from hpctrain.testing.ranks import run_ranks
-
-    return run_ranks(8, describe_groups)
 
 
 @pytest.mark.parametrize(("axis", "rows"), [("pp", PP), ("dp_replicate", REPLICATE), ("tp", TP)])
@@ -53,17 +45,17 @@ def test_cost_of_making_groups_is_known(groups):
         assert 0 <= rank["cost"]["rss_bytes"] < 2**28
 
 
-def test_shards_of_moved_ranks_are_put_together_in_the_order_of_coordinates(run_ranks):
+def test_shards_of_moved_ranks_are_put_together_in_the_order_of_coordinates(four):
     """DeviceMesh's own groups stand in the order of ranks and give another tensor."""
-    results = run_ranks(4, moved_ranks)
+    results = [rank["moved"] for rank in four]
     assert [rank["place"] for rank in results] == [1, 3, 2, 0]
     for rank in results:
         assert rank["ours"] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert rank["theirs"] == [1, 1, 3, 3, 2, 2, 0, 0]
 
 
-def test_expert_axes_have_groups_of_their_own(run_ranks):
-    results = run_ranks(4, expert_groups)
+def test_expert_axes_have_groups_of_their_own(four):
+    results = [rank["experts"] for rank in four]
     assert [rank["ranks"] for rank in results] == [
         [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]],
     ]  # fmt: skip

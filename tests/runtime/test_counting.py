@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from runtime_rank_programs import count_operations, gradients_in_levels
 
 from hpctrain.runtime.counting import Counter, volume_of
 
 LINEAR = 4 * (30 * 20 + 20)  # bytes of the parameters in fp32
 SECOND = 4 * (20 * 10 + 10)
-
-
-@pytest.fixture(scope="module")
-def counted():
-    from hpctrain.testing.ranks import run_ranks
-
-    return run_ranks(2, count_operations)
 
 
 @pytest.mark.mpi
@@ -87,9 +79,9 @@ def test_seconds_are_those_in_which_anything_was_under_way(counted):
 
 
 @pytest.mark.mpi
-def test_gradients_in_two_levels(run_ranks):
+def test_gradients_in_two_levels(four):
     parameters = 8 * 4 * (64 * 64 + 64)
-    for rank in run_ranks(4, gradients_in_levels):
+    for rank in (one["gradients"] for one in four):
         assert rank["ddp changed"] is rank["fsdp changed"] is True
         assert rank["ddp"] < 1e-15 * max(1, rank["size"])
         assert rank["fsdp"] < 1e-15 * max(1, rank["size"])

@@ -3,59 +3,30 @@
 from __future__ import annotations
 
 import pytest
-from runtime_rank_programs import compare_shapes
 
 pytestmark = pytest.mark.mpi
 
-SIX = {
-    "three nodes of two": ([0, 0, 1, 1, 2, 2], [2, 2, 2]),
-    "two nodes of three": ([0, 0, 0, 1, 1, 1], [3, 3]),
-    "dealt out in turn": ([0, 1, 0, 1, 0, 1], [3, 3]),
-    "in no order": ([1, 0, 0, 1, 1, 0], [3, 3]),
-    "uneven": ([0, 1, 1, 2, 2, 2], [1, 2, 3]),
-    "one alone": ([0, 0, 0, 0, 0, 1], [5, 1]),
+COUNTS = {
+    "three nodes of two": [2, 2, 2],
+    "two nodes of three": [3, 3],
+    "dealt out in turn": [3, 3],
+    "in no order": [3, 3],
+    "uneven": [1, 2, 3],
+    "one alone": [5, 1],
 }
-EIGHT = {
-    # dp of 4 beside tp of 2: two groups of four over two nodes.
-    "part": {"nodes": [0, 0, 0, 0, 1, 1, 1, 1], "dp_shard": 4, "tp": 2},
-    "moved": {"nodes": [0, 0, 0, 0, 1, 1, 1, 1], "permutation": [7, 6, 5, 4, 3, 2, 1, 0]},
-    # One of the two groups spans nodes in two levels, the other has one node to itself.
-    "one of two": {"nodes": [0, 0, 1, 1, 2, 2, 2, 2], "dp_replicate": 2, "dp_shard": 4,
-                   "axis": "dp_shard"},
-    "replicate and shard": {"nodes": [0, 0, 0, 0, 1, 1, 1, 1], "dp_replicate": 2, "dp_shard": 4},
-    "one node": {"nodes": [0] * 8},
-    "one a node": {"nodes": list(range(8))},
-    "alone": {"nodes": [0] * 8, "axis": "cp"},
-}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def six():
-    from hpctrain.testing.ranks import run_ranks
-
-    found = run_ranks(6, compare_shapes, [{"nodes": nodes} for nodes, _ in SIX.values()])
-    return {name: [rank[i] for rank in found] for i, name in enumerate(SIX)}
-
-
-@pytest.fixture(scope="module")
-def eight():
-    from hpctrain.testing.ranks import run_ranks
-
-    found = run_ranks(8, compare_shapes, list(EIGHT.values()))
-    return {name: [rank[i] for rank in found] for i, name in enumerate(EIGHT)}
-
-
-@pytest.mark.parametrize("shape", SIX)
+@pytest.mark.parametrize("shape", COUNTS)
 def test_all_collectives_of_six_ranks(six, shape):
     for rank in six[shape]:
         assert rank["wrong"] == []
-        assert rank["counts"] == SIX[shape][1]
+        assert rank["counts"] == COUNTS[shape]
         assert rank["done"] > 270
 
 
 @pytest.mark.parametrize("shape", ["uneven", "one alone"])
 def test_uneven_nodes_refuse_what_needs_even_ones(six, shape):
-    counts = ", ".join(map(str, SIX[shape][1]))
+    counts = ", ".join(map(str, COUNTS[shape]))
     for rank in six[shape]:
         assert f"needs as many members on every node, there are {counts}" in rank["refused"]
 
