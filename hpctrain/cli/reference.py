@@ -56,6 +56,7 @@ UNITS = {
     "model.max_positions": "tokens",
     "parallel.chunks": "stages",
     "parallel.stage_layers": "blocks",
+    "parallel.prefetch": "blocks",
     "data.sequence_length": "tokens",
     "data.shuffle_block": "samples",
     "train.steps": "steps",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ def orthogonalize(
         matrix of zeros stays one.
     """
     a, b, c = _QUINTIC
-    x = matrices.to(dtype or matrices.dtype)
+    x: Tensor = matrices.to(dtype or matrices.dtype)
     wide = x.shape[-2] <= x.shape[-1]
     if not wide:
         x = x.mT  # the smaller Gram matrix
@@ -53,8 +54,8 @@ def update_scale(rows: int, columns: int, scale: Scale) -> float:
     - spectral: √max(1, m/n), as in Jordan's own code; wants a learning rate of its own (0.02).
     """
     if scale == "match-rms":
-        return 0.2 * float(max(rows, columns)) ** 0.5
-    return max(1.0, rows / columns) ** 0.5
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
 
 
 class Muon(torch.optim.Optimizer):
@@ -101,7 +102,7 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"Muon takes matrices, not the shape {list(parameter.shape)}")
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None, "gradients are computed before the step"
         for group in self.param_groups:
@@ -117,4 +118,6 @@ class Muon(torch.optim.Optimizer):
                     average = parameter.grad.lerp(average, momentum)
                 update = orthogonalize(average, self._iterations, self._dtype)
                 parameter.mul_(1.0 - rate * group["weight_decay"])
-                parameter.add_(update, alpha=-rate * update_scale(*parameter.shape, self._scale))
+                rows, columns = parameter.shape
+                scale = update_scale(rows, columns, self._scale)
+                parameter.add_(update, alpha=-rate * scale)

@@ -34,7 +34,7 @@ def inverse_root(factor: Tensor, order: int, damping: float) -> Tensor:
     # All zeros (no gradient yet): the identity, which grafting scales anyway.
     ridge = damping * values[-1]
     values = torch.where(values[-1] > 0, values + ridge, torch.ones_like(values))
-    root = (vectors * values.pow(-1.0 / order)) @ vectors.mT
+    root: Tensor = (vectors * values.pow(-1.0 / order)) @ vectors.mT
     return root.to(factor.dtype)
 
 
@@ -102,7 +102,7 @@ class Shampoo(torch.optim.Optimizer):
                     raise ValueError(f"rows have to begin at a multiple of {block}")
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None, "gradients are computed before the step"
         for group in self.param_groups:

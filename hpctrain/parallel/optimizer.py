@@ -82,11 +82,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         super().__init__([p for _, p in named], {"lr": train.lr})
         context = model.context
         self._model = model
-        self._axis = sharded and context.size("dp_replicate") > 1
-        ranks = context.size("dp_replicate") if self._axis else 1
-        rank = context.coordinate("dp_replicate") if self._axis else 0
+        self._spread = sharded and context.size("dp_replicate") > 1
+        ranks = context.size("dp_replicate") if self._spread else 1
+        rank = context.coordinate("dp_replicate") if self._spread else 0
         matrices = _matrices(model, train)
-        self._kind = {p: train.optimizer.kind if n in matrices else "adamw" for n, p in named}
+        self._kind: dict[Tensor, str] = {
+            p: train.optimizer.kind if n in matrices else "adamw" for n, p in named
+        }
         self._block = train.optimizer.block
         self.plan = plan_ragged(
             [p.shape for _, p in named],
@@ -97,7 +99,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._pieces: dict[Tensor, Piece] = {}
         self._shards: dict[Tensor, Tensor] = {}
         for piece in self.plan.by_rank[rank]:
-            parameter = named[piece.tensor][1]
+            parameter: Tensor = named[piece.tensor][1]
             self._pieces[parameter] = piece
             self._shards[parameter] = _rows(parameter.detach(), piece)
         self._inner = self._build(train)
@@ -106,7 +108,7 @@ class BlockOptimizer(torch.optim.Optimizer):
                 if self._takes(optimizer, parameter):
                     self.state[parameter] = optimizer.state[shard]
         self._exchange = None
-        if self._axis:
+        if self._spread:
             group = context.mesh["dp_replicate"].get_group()
             self._exchange = _Exchange(self.plan, [p for _, p in named], rank, group)
 
@@ -231,7 +233,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Where a state of an owned piece stands in the whole one."""
         cut = self._model.cut(name, parameter)
         piece = self._pieces[parameter]
-        writes = self._model.writes(name, entry, spread=("dp_replicate",) if self._axis else ())
+        writes = self._model.writes(name, entry, spread=("dp_replicate",) if self._spread else ())
         if value.dim() == 0:
             first = piece.start == 0 and not any(cut.offsets)
             return Part(entry, value.detach(), (), (), writes and first)

@@ -119,6 +119,7 @@ def _shard(model: nn.Module, spec: JobSpec, context: RankContext) -> nn.Module:
         spec.train.precision,
         # In a pipeline the schedule says when parameters are let go.
         reshard_after_forward=spec.parallel.sharding == "zero3" and not pipeline,
+        prefetch=0 if pipeline else spec.parallel.prefetch,
     )
 
 

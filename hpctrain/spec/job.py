@@ -282,6 +282,11 @@ class ParallelSpec(Section):
         "them; node as many as fit a node, with copies between nodes (hybrid sharding, MiCS); "
         "or a number. With zero2 and zero3; zero1 takes all of them.",
     )
+    prefetch: CountOrZero = Field(
+        0,
+        description="zero2, zero3 without a pipeline: blocks gathered ahead of the one that "
+        "computes; each takes the memory of a gathered block. 0: FSDP2's own choice, about one.",
+    )
 
     @property
     def fsdp(self) -> bool:

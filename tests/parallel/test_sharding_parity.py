@@ -44,6 +44,7 @@ def test_two_ranks():
     cases = layouts(
         *CASES,
         f"parallel.sharding=none {MUON}",
+        "parallel.sharding=zero3 parallel.prefetch=2 model.layers=4",
         f"parallel.sharding=zero1 model.tied_embeddings=false {MUON}",
     )
     assert_parity(*check_parity(2, JOB, *cases))
@@ -52,7 +53,7 @@ def test_two_ranks():
 def test_ragged_shards_change_no_bit():
     """Against the same ranks without sharding; here with the default damping."""
     default = SHAMPOO.replace("1e-4", "1e-6")
-    for optimizer in (MUON, default):
+    for optimizer in ("", MUON, default):
         cases = layouts(
             f"parallel.sharding=zero1 {optimizer}", f"parallel.sharding=none {optimizer}"
         )

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.errors import ImpossibleError
 from hpctrain.parallel.ragged import WHOLE, Piece, plan_ragged
+from hpctrain.testing.jobs import make_run
 
 SHAPES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(0, 7)), min_size=1, max_size=12
@@ -82,3 +84,20 @@ def test_nonsense_is_refused():
         plan_ragged([(4, 4)], 0)
     with pytest.raises(ValueError, match="block"):
         plan_ragged([(4, 4)], 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("parallel.tensor=2", "parallel.tensor"), ("parallel.sharding=zero3", "parallel.sharding")],
+)
+@pytest.mark.parametrize("kind", ["muon", "shampoo"])
+def test_matrix_optimizers_refuse_cut_matrices(tmp_path, kind, override, key):
+    job = """\
+ranks_per_node: 2
+model: {layers: 1, hidden: 8, heads: 2, vocab_size: 16}
+data: {path: none, sequence_length: 8}
+train: {steps: 1, global_batch: 2}
+"""
+    with pytest.raises(ImpossibleError, match=f"{key}.*{kind} needs whole matrices") as error:
+        make_run(job, tmp_path, f"train.optimizer={kind}", override)
+    assert error.value.exit_code == 3
