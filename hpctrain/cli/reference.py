@@ -64,6 +64,8 @@ UNITS = {
     "train.micro_batch": "samples",
     "train.schedule.warmup_steps": "steps",
     "train.schedule.decay_steps": "steps",
+    "train.optimizer.block": "elements",
+    "train.optimizer.interval": "steps",
     "train.log_every": "steps",
     "checkpoint.every": "steps",
     "checkpoint.keep": "checkpoints",
