@@ -28,6 +28,8 @@ class Communicator(Protocol):
     def bcast(self, obj: Any, root: int = 0) -> Any: ...
     def scatter(self, sendobj: Any, root: int = 0) -> Any: ...
     def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None: ...
+    def send(self, obj: Any, dest: int) -> None: ...
+    def recv(self, *, source: int) -> Any: ...
     def barrier(self) -> None: ...
 
 
@@ -51,6 +53,12 @@ class SoloCommunicator:
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
         recvbuf[...] = sendbuf
+
+    def send(self, obj: Any, dest: int) -> None:
+        raise ValueError("a world of one has nobody to send to")
+
+    def recv(self, *, source: int) -> Any:
+        raise ValueError("a world of one has nobody to receive from")
 
     def barrier(self) -> None:
         return None

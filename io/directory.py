@@ -104,18 +104,25 @@ def last_sequence(root: Path) -> int:
 def by_commit(root: Path) -> list[int]:
     """Steps, most recently committed first.
 
-    That is not the highest step where training went back to an older one. A checkpoint with
-    no readable manifest is placed right after the highest step below its own.
+    That is not the highest step where training went back to an older one.
+    """
+    return [step for step, _ in commits(root)]
+
+
+def commits(root: Path) -> list[tuple[int, float]]:
+    """Steps with the numbers of their saves, most recently committed first.
+
+    A checkpoint with no readable manifest is placed right after the highest step below its own.
     """
     sequences = _sequences(root)
-    keys = {}
+    keys: dict[int, float] = {}
     for step, number in sequences.items():
         if number is None:
             below = [n for s, n in sequences.items() if s < step and n is not None]
-            keys[step] = (max(below, default=0) + 0.5, step)
+            keys[step] = max(below, default=0) + 0.5
         else:
-            keys[step] = (float(number), step)
-    return sorted(keys, key=lambda step: keys[step], reverse=True)
+            keys[step] = float(number)
+    return sorted(keys.items(), key=lambda item: (item[1], item[0]), reverse=True)
 
 
 def commit(root: Path, written: Path, step: int) -> None:

@@ -55,7 +55,7 @@ def dense_strides(shape: Shape, itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
-def place(offsets: Shape, strides: Shape) -> int:
+def distance(offsets: Shape, strides: Shape) -> int:
     """Bytes from the first element to the one at ``offsets``."""
     return sum(index * stride for index, stride in zip(offsets, strides, strict=True))
 
@@ -125,7 +125,7 @@ def read_into(descriptor: int, start: int, strides: Shape, out: np.ndarray) -> N
     """
     if out.size == 0:
         return
-    span = place(tuple(count - 1 for count in out.shape), strides) + out.itemsize
+    span = distance(tuple(count - 1 for count in out.shape), strides) + out.itemsize
     dense = span == out.nbytes
     if dense and out.flags.c_contiguous:
         _pread(descriptor, out.reshape(-1).view(np.uint8).data, start)

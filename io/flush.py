@@ -69,7 +69,7 @@ def write_pieces(
         Abandoned: ``wanted`` said so.
     """
     folder.mkdir(exist_ok=True)
-    pace = _Pace(options.bandwidth, hurry)
+    pace = Pace(options.bandwidth, hurry)
     for index, piece in enumerate(plan.pieces):
         path = folder / piece.name
         try:
@@ -114,7 +114,7 @@ def _write(descriptor: int, view: memoryview, offset: int, pwrite: Pwrite) -> No
         view, offset = view[written:], offset + written
 
 
-class _Pace:
+class Pace:
     """Holds an average below a cap."""
 
     def __init__(self, bandwidth: float | None, hurry: Callable[[], bool]) -> None:

@@ -56,6 +56,7 @@ class Part:
         names: of all files of the checkpoint.
         files: those whose structure this part vouches for.
         tensors: this rank's extents; file numbers count in ``names``.
+        scalars: the JSON values of rank 0; empty for others.
     """
 
     step: int
@@ -69,6 +70,7 @@ class Part:
     names: tuple[str, ...]
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry] = field(repr=False)
+    scalars: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def to_bytes(self) -> bytes:
         """JSON behind a line with the XXH3-64 of it."""
@@ -85,6 +87,7 @@ class Part:
             "pieces": self.pieces,
             "names": self.names,
             "files": [[f.name, f.bytes, f.structure_xxh3] for f in self.files],
+            "scalars": dict(self.scalars),
             "tensors": {name: tensor_to_dict(entry) for name, entry in self.tensors.items()},
         }
         text = json.dumps(data).encode()
@@ -111,6 +114,7 @@ class Part:
             names=tuple(found["names"]),
             files=tuple(FileEntry(*file) for file in found["files"]),
             tensors={name: tensor_from_dict(entry) for name, entry in found["tensors"].items()},
+            scalars=found["scalars"],
         )
 
 
@@ -132,8 +136,11 @@ class Sealer:
         self._extents = [plan.extents(index) for index in range(len(plan.specs))]
         self._storage = [plan.storage(index) for index in range(len(plan.specs))]
 
-    def seal(self, staging: Staging, *, step: int, tokens: int | None, sequence: int) -> Part:
+    def seal(
+        self, staging: Staging, *, step: int, sequence: int, scalars: Mapping[str, Any]
+    ) -> Part:
         """The part of what lies in a buffer; reads all of it."""
+        tokens = scalars.get("tokens")
         plan = self.plan
         tensors: dict[str, TensorEntry] = {}
         for index, spec in enumerate(plan.specs):
@@ -146,7 +153,7 @@ class Sealer:
             tensors[spec.name] = TensorEntry(spec.global_shape, spec.torch_dtype, stored, extents)
         return Part(
             step=step,
-            tokens=tokens,
+            tokens=tokens if isinstance(tokens, int) else None,
             sequence=sequence,
             world_size=plan.world_size,
             created=time.time(),
@@ -156,6 +163,7 @@ class Sealer:
             names=plan.files,
             files=tuple(_file_entry(owned, staging) for owned in plan.owned),
             tensors=tensors,
+            scalars=scalars if plan.rank == 0 else {},
         )
 
     def _hash(self, staging: Staging, index: int) -> Iterable[Extent]:

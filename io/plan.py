@@ -29,7 +29,7 @@ import xxhash
 from hpctrain.errors import CheckpointError
 from hpctrain.io.comm import Communicator, on_all, on_root
 from hpctrain.io.dtypes import hdf5_type
-from hpctrain.io.extents import Extent, dense_strides, place, split
+from hpctrain.io.extents import Extent, dense_strides, distance, split
 from hpctrain.io.image import ALIGNMENT, Reserved, Virtual, build_hdf5
 from hpctrain.io.manifest import FORMAT, FORMAT_VERSION, Storage
 from hpctrain.io.shards import RESERVED, Box, Shape, ShardSpec, coverage
@@ -121,7 +121,7 @@ class RankPlan:
         found = []
         for box in split(spec.box, itemsize):
             inside = tuple(a - b for a, b in zip(box.offsets, spec.offsets, strict=True))
-            start = piece.start + where[1] + place(inside, strides)
+            start = piece.start + where[1] + distance(inside, strides)
             # Cut along outer dimensions, each part is dense.
             found.append(Extent(box, piece.file, start, dense_strides(box.shape, itemsize), ""))
         return found

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.dtypes import raw_dtype
-from hpctrain.io.extents import Extent, digest, place, read_block, read_into
+from hpctrain.io.extents import Extent, digest, distance, read_block, read_into
 from hpctrain.io.image import open_hdf5
 from hpctrain.io.manifest import Manifest, TensorEntry
 from hpctrain.io.plan import RANK_STATE, SCALARS
@@ -50,6 +50,11 @@ class Request:
     name: str
     offsets: Shape
     out: np.ndarray
+
+    @property
+    def leaf(self) -> str:
+        """Name of a rank state without its group."""
+        return self.name.removeprefix(f"{RANK_STATE}/")
 
 
 class CheckpointReader:
@@ -133,13 +138,19 @@ class CheckpointReader:
         """
         if not 0 <= rank < self.world_size:
             return None
-        found = {}
+        requests = self.rank_requests(rank)
+        self.read_all(requests)
+        return {request.leaf: request.out[0] for request in requests}
+
+    def rank_requests(self, rank: int) -> list[Request]:
+        """What :meth:`rank_state` reads."""
+        requests = []
         for name, entry in self.manifest.tensors.items():
             if name.startswith(f"{RANK_STATE}/"):
-                offsets = (rank, *(0 for _ in entry.shape[1:]))
-                row = self.read(name, offsets, (1, *entry.shape[1:]))
-                found[name.removeprefix(f"{RANK_STATE}/")] = row[0]
-        return found
+                inner = entry.shape[1:]
+                out = np.empty((1, *inner), raw_dtype(entry.torch_dtype))
+                requests.append(Request(name, (rank, *(0 for _ in inner)), out))
+        return requests
 
     def check(self, wanted: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Compare with what a model wants: name -> global shape and torch dtype.
@@ -187,6 +198,14 @@ class CheckpointReader:
         out = np.empty(tuple(shape), dtype)
         self.read_all([Request(name, tuple(offsets), out)])
         return out
+
+    def require(self, requests: Sequence[Request]) -> None:
+        """Bring what is about to be read within reach; collective. Committed checkpoints are
+        in reach of every rank.
+
+        Raises:
+            CheckpointError: on every rank, where it cannot be done.
+        """
 
     def read_all(self, requests: Iterable[Request]) -> None:
         """Fill many arrays, several extents at a time and in the order of the files.
@@ -251,26 +270,27 @@ class CheckpointReader:
             else:
                 pairs = zip(job.common.offsets, extent.box.offsets, strict=True)
                 inside = tuple(a - b for a, b in pairs)
-                start = extent.start + place(inside, extent.strides)
+                start = extent.start + distance(inside, extent.strides)
                 read_into(descriptor, start, extent.strides, out)
         except (OSError, EOFError) as error:
             fault = str(error)
         if fault is not None:
             raise CheckpointError(_show_fault(folder, self.manifest, job.name, extent, fault))
 
+    def _folder_of(self, extent: Extent) -> Path | None:
+        """Where an extent lies, None where it is out of reach."""
+        if self._places is None:
+            return self.path
+        for place in self._places:
+            if place.file == extent.file and place.start <= extent.start < place.end:
+                return place.folder
+        return None
+
     def _open(self, extent: Extent) -> tuple[int, Path]:
         name = self.manifest.files[extent.file].name
-        folder = self.path
-        if self._places is not None:
-            for candidate in self._places:
-                if (
-                    candidate.file == extent.file
-                    and candidate.start <= extent.start < candidate.end
-                ):
-                    folder = candidate.folder
-                    break
-            else:
-                raise CheckpointError(f"{name} at byte {extent.start}: is not on this node")
+        folder = self._folder_of(extent)
+        if folder is None:
+            raise CheckpointError(f"{name} at byte {extent.start}: is not on this node")
         path = folder / name
         with self._lock:
             if path not in self._descriptors:
@@ -314,6 +334,36 @@ def _read_verified(
 def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
     file = path / manifest.files[extent.file].name
     return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
+
+
+def tensor_problems(
+    folder: Path, names: Sequence[str], tensors: Mapping[str, TensorEntry]
+) -> Iterator[str]:
+    """Faults of the extents of some tensors, whose files lie in one folder.
+
+    Args:
+        folder: see above.
+        names: of the files, by number.
+        tensors: by name; they need not be whole.
+    """
+    descriptors: dict[int, int] = {}
+    try:
+        for name, entry in tensors.items():
+            for extent in entry.extents:
+                file = folder / names[extent.file]
+                if extent.file not in descriptors:
+                    try:
+                        descriptors[extent.file] = os.open(file, os.O_RDONLY)
+                    except OSError as error:
+                        yield f"{file}: {error.strerror}"
+                        return
+                dtype = raw_dtype(entry.torch_dtype)
+                _, fault = _read_verified(descriptors[extent.file], extent, dtype)
+                if fault is not None:
+                    yield f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
 def extent_problems(path: Path, manifest: Manifest, part: int, parts: int) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,9 @@ class Saver:
         options: see there.
         node: number of this rank's node.
         tiers: further levels, nearest first.
+
+    Attributes:
+        copy_seconds: how long the copying of the last checkpoints took.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class Saver:
         self._lazy: list[int] = []
         self._sealer: Sealer | None = None
         self._flight: list[Snapshot] = []
+        self.copy_seconds: deque[float] = deque(maxlen=100)
         self._in_memory: Staging | None = None
         self._latest: Snapshot | None = None
         self._finished: list[Outcome] = []
@@ -249,14 +254,19 @@ class Saver:
         found, self._warnings = self._warnings, []
         return found
 
-    def close(self) -> None:
-        """Stop the threads and free the memory; what is in flight is left behind."""
+    def close(self, *, forget: bool = True) -> None:
+        """Stop the threads and free the memory; what is in flight is given up.
+
+        Args:
+            forget: remove what lies at other levels than the parallel file system; for a run
+                that ended in good order and has its state there.
+        """
         for snapshot in self._flight:
             snapshot.abandoned = True
         for worker in (self._copier, self._writer, self._keeper):
             worker.stop()
         for tier in self._tiers.values():
-            tier.close()
+            tier.close(forget=forget)
         self._free_buffers()
 
     # ---- layout and buffers -----------------------------------------------------------------
@@ -284,7 +294,7 @@ class Saver:
         plan = make_plan(
             self.comm, specs, files=self.options.files, node=self.node, scalars_bytes=self._room
         )
-        on_all(self.comm, lambda: self._make_buffers(plan))
+        self._make_buffers(plan)
         eager = {*sources.eager, *range(len(sources.specs), len(specs))}
         tasks = self._buffers[0].tasks
         self._lazy = [n for n, task in enumerate(tasks) if task.index not in eager]
@@ -292,11 +302,25 @@ class Saver:
         self._sealer = Sealer(plan)
 
     def _make_buffers(self, plan: RankPlan) -> None:
-        for number in range(self.options.buffers):
-            folder = None
-            if self._memory is not None:
-                folder = self._memory.folder(number)
-            self._buffers.append(Staging(plan, folder))
+        numbers = range(self.options.buffers)
+        memory = self._memory
+        held: list[tuple[int, ...]] = []
+        if memory is not None:
+            # A restart on the same layout finds its newest image and must not overwrite it.
+            held = self.comm.allgather(tuple(memory.held(n, plan.digest) for n in numbers))
+            if not any(held[0]) or any(other != held[0] for other in held):
+                held = []
+                on_all(self.comm, memory.clear)
+
+        def make() -> None:
+            for number in numbers:
+                folder = None if memory is None else memory.folder(number)
+                keep = bool(held and held[0][number])
+                self._buffers.append(Staging(plan, folder, keep=keep))
+
+        on_all(self.comm, make)
+        if held:
+            self._in_memory = self._buffers[max(numbers, key=lambda n: held[0][n])]
 
     def _free_buffers(self) -> None:
         self._plan = None
@@ -373,6 +397,7 @@ class Saver:
     def _over(self, snapshot: Snapshot, everywhere: tuple[str, ...], *, failed: bool) -> None:
         """A checkpoint ended, on every rank in the same call."""
         self._flight = [other for other in self._flight if other is not snapshot]
+        self.copy_seconds.append(snapshot.copy_seconds)
         if failed:
             everywhere = tuple(name for name in everywhere if name != STORE)
         for name in everywhere:

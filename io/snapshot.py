@@ -53,7 +53,7 @@ class Snapshot:
         self.staging = staging
         self.tiers = tiers
         self.begun = time.perf_counter()
-        self.seconds = 0.0
+        self.copy_seconds = 0.0
         # Set by the writer thread, agreed on by all ranks in the training thread.
         self.reached: set[str] = set()
         self.faults: dict[str, str] = {}
@@ -102,6 +102,7 @@ class Snapshot:
             if self.staging.plan.scalars is not None:
                 self.staging.set_scalars(json.dumps(self._scalars, allow_nan=False).encode())
             self._prepared.set()
+            began = time.perf_counter()
             self._copy_tasks()
             while not all(self._copied_flags):  # the training thread has the last ones
                 time.sleep(_POLL_SECONDS)
@@ -109,12 +110,12 @@ class Snapshot:
             self._issued.set()
             self._sources.settle()
             self._landed.set()
-            tokens = self._scalars.get("tokens")
+            self.copy_seconds = time.perf_counter() - began
             self.part = self._sealer.seal(
                 self.staging,
                 step=self.step,
-                tokens=tokens if isinstance(tokens, int) else None,
                 sequence=self.sequence,
+                scalars=self._scalars,
             )
         except HpctrainError as error:
             self._error = error.message

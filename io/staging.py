@@ -47,12 +47,13 @@ class Staging:
     Args:
         plan: of the rank.
         folder: directory for the images; None for anonymous memory. It is made by the caller.
+        keep: the folder holds images of this very plan, whose contents shall stay.
 
     Raises:
         OSError: the folder's file system has no room for them.
     """
 
-    def __init__(self, plan: RankPlan, folder: Path | None = None) -> None:
+    def __init__(self, plan: RankPlan, folder: Path | None = None, *, keep: bool = False) -> None:
         self.plan = plan
         self.folder = folder
         self._maps: list[mmap.mmap] = []
@@ -62,10 +63,12 @@ class Staging:
                 path = None if folder is None else folder / piece.name
                 self._maps.append(_map(path, piece.start, piece.bytes))
                 image = np.frombuffer(self._maps[-1], np.uint8)
+                self.images.append(image)
+                if keep:
+                    continue
                 image.fill(0)  # every page is there before the first save
                 for offset, data in piece.header:
                     image[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-                self.images.append(image)
         except BaseException:
             self.close()
             raise

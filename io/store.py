@@ -109,7 +109,7 @@ class StoreTier:
                 warnings.append(f"step {step} could not be removed: {error}")
         return warnings
 
-    def close(self) -> None:
+    def close(self, *, forget: bool) -> None:
         return
 
     def _aside(self, snapshot: Snapshot) -> Path:

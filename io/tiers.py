@@ -48,21 +48,34 @@ class Tier(Protocol):
         """Remove older ones, now that every rank holds ``snapshot``; a line about each that
         could not be."""
 
-    def close(self) -> None:
-        """The saver ends in good order."""
+    def close(self, *, forget: bool) -> None:
+        """The saver ends.
+
+        Args:
+            forget: what it holds is not needed any more.
+        """
 
 
 def private_folder(path: Path) -> Path:
-    """Make a directory that only this user can reach; in a shared place such as /dev/shm.
+    """Make a directory that only this user can reach, and the one it is in; both may lie in a
+    place that is shared, such as ``/dev/shm``.
 
     Raises:
-        CheckpointError: it is there and somebody else's, or a link.
+        CheckpointError: one is there and somebody else's, or a link.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise CheckpointError(f"{path}: is not a directory of this user")
+    for folder in (path.parent, path):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise CheckpointError(f"{folder}: is not a directory of this user")
     return path
+
+
+def remove_folder(path: Path) -> None:
+    """Undo :func:`private_folder`; the one above goes when it is empty."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
 
 
 def held_parts(folder: Path) -> Iterator[tuple[Path, Part]]:
@@ -85,13 +98,15 @@ class MemoryTier:
     Args:
         root: the run's directory in ``/dev/shm``.
         rank: of this process.
+        leads: this rank cleans up for its node.
     """
 
     name = MEMORY
 
-    def __init__(self, root: Path, rank: int) -> None:
+    def __init__(self, root: Path, rank: int, *, leads: bool) -> None:
         self.root = root
         self._rank = rank
+        self._leads = leads
 
     def newest_sequence(self) -> int:
         return max((part.sequence for _, part in held_parts(self.root)), default=0)
@@ -104,6 +119,22 @@ class MemoryTier:
         """
         private_folder(self.root)
         return private_folder(self.root / f"slot{number}")
+
+    def held(self, number: int, plan: str) -> int:
+        """Number of the save that a buffer's files hold, if they are of the layout ``plan``; 0
+        otherwise."""
+        path = self.root / f"slot{number}" / part_name(self._rank)
+        try:
+            part = read_part(path)
+        except CheckpointError:
+            return 0
+        return part.sequence if part.plan == plan else 0
+
+    def clear(self) -> None:
+        """Remove what other layouts left."""
+        if self._leads:
+            for slot in self.root.glob("slot*"):
+                shutil.rmtree(slot, ignore_errors=True)
 
     def forget(self, staging: Staging) -> None:
         """The buffer is about to be overwritten."""
@@ -121,9 +152,9 @@ class MemoryTier:
     def retain(self, snapshot: Snapshot) -> list[str]:
         return []
 
-    def close(self) -> None:
-        """Give the memory back: a run that ends in good order has its state elsewhere."""
-        shutil.rmtree(self.root, ignore_errors=True)
+    def close(self, *, forget: bool) -> None:
+        if forget:
+            remove_folder(self.root)
 
 
 class NodeTier:
@@ -181,8 +212,9 @@ class NodeTier:
     def retain(self, snapshot: Snapshot) -> list[str]:
         return remove_old(self.root, self.keep) if self._leads else []
 
-    def close(self) -> None:
-        return
+    def close(self, *, forget: bool) -> None:
+        if forget and self._leads:
+            remove_folder(self.root)
 
 
 def folder_name(step: int, sequence: int) -> str:

@@ -11,9 +11,12 @@ from hpctrain.errors import CheckpointError
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import steps_between
+from hpctrain.io.recover import Recovery
 from hpctrain.io.saver import Outcome, SaveOptions, Saver
 from hpctrain.io.storage import files_for
+from hpctrain.io.store import STORE
 from hpctrain.train import rng
+from hpctrain.train.levels import Levels
 
 if TYPE_CHECKING:
     from hpctrain.runtime.context import RankContext
@@ -46,6 +49,7 @@ class Checkpointer:
         self.store = CheckpointStore(root, context.comm.Dup(), keep=settings.keep)
         self._saver: Saver | None = None
         self._options = options
+        self._levels = Levels(root, spec.checkpoint, context, write)
         self._interval = _Interval(spec)
         self._blocked = 0.0
         self._static = self._static_scalars()
@@ -60,6 +64,7 @@ class Checkpointer:
                 keep=self.store.keep,
                 options=self._options,
                 node=self.context.node,
+                tiers=self._levels.tiers(self.context.comm.Dup()),
             )
         return self._saver
 
@@ -74,12 +79,14 @@ class Checkpointer:
 
         state.optimizer.register_step_pre_hook(wait)
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be taken after ``step``; the same on every rank."""
-        return step % self._interval.every == 0
+    def due(self, step: int) -> frozenset[str]:
+        """Levels that are to hold a checkpoint of ``step``; the same on every rank."""
+        stored = {STORE} if step % self._interval.every == 0 else set()
+        return frozenset(stored | self._levels.due(step))
 
     def save(self, state: TrainState, *, wait: bool = False) -> list[Outcome]:
-        """Begin a checkpoint, and with ``wait`` bring everything to an end.
+        """Begin a checkpoint for the levels that are due; with ``wait`` one on the parallel
+        file system, and bring everything to an end.
 
         Returns:
             What ended meanwhile, as :meth:`poll`.
@@ -94,6 +101,7 @@ class Checkpointer:
             sources,
             scalars=state.scalars() | self._static,
             per_rank=rng.collect(),
+            tiers={STORE} if wait else self.due(state.step),
         )
         outcomes = []
         if wait or not self.spec.checkpoint.background:
@@ -128,10 +136,16 @@ class Checkpointer:
         duration, cost = self.context.comm.bcast(mine)
         return self._interval.adapt(cost, duration)
 
-    def close(self) -> None:
-        """Stop the background threads and free the memory; after the last save has ended."""
+    def close(self, step: int, durable_step: int) -> None:
+        """Stop the background threads and free the memory; after the last save has ended.
+
+        Args:
+            step: where training ended.
+            durable_step: newest checkpoint on the parallel file system; where it is another,
+                the near levels are left as they are.
+        """
         if self._saver is not None:
-            self._saver.close()
+            self._saver.close(forget=self.context.comm.bcast(durable_step) == step)
 
     def take_blocked_seconds(self) -> float:
         """Seconds that saving held up the loop since the last call."""
@@ -165,27 +179,25 @@ class Checkpointer:
         removed = self.store.clean()
         if removed:
             recorder.event("warning", f"removed what dead writers left: {', '.join(removed)}")
-        step = wanted
-        if wanted < 0:
-            found, skipped = self.store.latest_good()
-            for bad, reason in skipped:
-                recorder.event("checkpoint_skipped", f"step {bad}: {reason}", step=bad)
-            if found is None:
-                if skipped:
-                    raise CheckpointError(
-                        f"none of {len(skipped)} checkpoints in {self.store.root} is good",
-                        hint="each is named in events.jsonl; start anew with hpctrain submit",
-                    )
-                return False
-            step = found
-        with self.store.open(step) as reader:
+        recovery = Recovery(self.store, self._levels.near(), self.context.node)
+        choice = recovery.find(wanted)
+        for bad, reason in recovery.skipped:
+            recorder.event("checkpoint_skipped", f"step {bad}: {reason}", step=bad)
+        if choice is None:
+            self._none_found(wanted, recovery.skipped)
+            return False
+        with recovery.open(choice) as reader:
             generators = state.restore(reader)
-        recorder.durable_step = recorder.resumed_from = step
+            self.context.comm.Barrier()
+        step = choice.step
+        recorder.resumed_from = step
+        recorder.durable_step = step if choice.stored else self._newest_stored()
         recorder.event(
             "resumed",
-            f"from step {step}, checkpoint {reader.path} of {reader.world_size} ranks",
+            f"from step {step}, checkpoint of {reader.world_size} ranks in {choice.source}",
             step=step,
             world_size=reader.world_size,
+            source=choice.source,
         )
         if not generators:
             recorder.event(
@@ -196,6 +208,26 @@ class Checkpointer:
             )
         self._warn_of_changes(reader.scalars, recorder)
         return True
+
+    def _none_found(self, wanted: int, skipped: list[tuple[int, str]]) -> None:
+        """Raise where there are checkpoints and none will do, or the one asked for will not."""
+        root = self.store.root
+        if wanted >= 0:
+            steps = ", ".join(map(str, self.store.steps())) or "none"
+            reason = f": {skipped[-1][1]}" if skipped else ", there is none"
+            raise CheckpointError(
+                f"{root}: no good checkpoint of step {wanted}{reason}",
+                hint=f"steps that there are: {steps}",
+            )
+        if skipped:
+            raise CheckpointError(
+                f"none of {len(skipped)} checkpoints in {root} is good",
+                hint="each is named in events.jsonl; start anew with hpctrain submit",
+            )
+
+    def _newest_stored(self) -> int:
+        found: int = self.context.comm.bcast(next(iter(reversed(self.store.steps())), -1))
+        return found
 
     def _warn_of_changes(self, scalars: dict[str, Any], recorder: Recorder) -> None:
         then = scalars["data"]

@@ -119,7 +119,7 @@ def _train(
         reason = trainer.run()
     finally:
         progress["step"] = state.step
-    checkpointer.close()
+    checkpointer.close(state.step, recorder.durable_step)
     batches.close()
     if reason:
         recorder.state("stopped", state.step, reason)

@@ -96,18 +96,16 @@ class TrainState:
         self._make_optimizer_states(reader)
         parts = [entry.part for entry in self._entries()]
         self._compare(parts, reader)
-        self._fill(parts, reader)
+        context = self.model.context
+        same_world = reader.world_size == context.world_size
+        generators = reader.rank_requests(context.rank) if same_world else []
+        self._fill(parts, generators, reader)
         self.step = int(scalars["step"])
         self.tokens = int(scalars["tokens"])
         self.samples = int(scalars["samples"])
-        context = self.model.context
-        generators = None
-        if reader.world_size == context.world_size:
-            generators = reader.rank_state(context.rank)
-        if generators is None:
-            return False
-        rng.restore(dict(generators))
-        return True
+        if same_world:
+            rng.restore({request.leaf: request.out[0] for request in generators})
+        return same_world
 
     def _entries(self) -> Iterator[_Entry]:
         """Every tensor of the state on this rank, with its name in a checkpoint."""
@@ -147,9 +145,10 @@ class TrainState:
                 )
             yield key, value
 
-    def _fill(self, parts: Sequence[Part], reader: CheckpointReader) -> None:
+    @staticmethod
+    def _fill(parts: Sequence[Part], more: Sequence[Request], reader: CheckpointReader) -> None:
         """Read every part, straight into its place where that is host memory without gaps."""
-        requests, later = [], []
+        requests, later = list(more), []
         for part in parts:
             local = part.local
             direct = local.device.type == "cpu" and local.is_contiguous()
@@ -158,6 +157,7 @@ class TrainState:
             requests.append(Request(part.name, part.offsets, out))
             if not direct:
                 later.append((local, out))
+        reader.require(requests)
         reader.read_all(requests)
         for local, out in later:
             local.copy_(from_numpy(out, local.dtype))
