@@ -50,6 +50,8 @@ LOOK = {
     "explain": "The same texts as in [the job file](../job-file.md).",
     "schema": "Editors with a YAML language server complete and check job files by it.",
     "data": "More about token files: [data](../data.md).",
+    "topo": "What the columns mean, and the groups behind them: [communicators]"
+    "(../communicators.md) and [placement](../placement.md).",
     "schedule": "Pipeline schedules are tables of actions; these commands make and examine them.",
     "doctor": "It loads MPI and HDF5 in processes of their own, so that a broken library is a "
     "line of the table and not a crash.",
@@ -182,6 +184,12 @@ def on_this_machine(book: Book) -> None:
     book.show("run", "By hand, and without a run directory:", "hpctrain run .", code=2)
     book.show("doctor", "A workstation without GPU and Slurm:", "hpctrain doctor")
 
+    book.show("topo", "A job's ranks with what really links them:",
+              "hpctrain topo job.yaml --set ranks_per_node=4 --measure")  # fmt: skip
+    book.show("topo", "All devices of two nodes of a site, from its description:",
+              "hpctrain topo --machine frontier --nodes 2")  # fmt: skip
+    book.show("topo", "Measuring needs the nodes:",
+              "hpctrain topo --machine frontier --measure", code=3)  # fmt: skip
     book.show("schedule", "One schedule, drawn:", "hpctrain schedule show --schedule 1f1b -p 4 -m 8")
 
 

@@ -33,13 +33,14 @@ RunStatus = Literal[
 ]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same data with None in place of every number that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -51,7 +52,7 @@ class Record:
 
     def to_json(self) -> str:
         """One line; a number that is not finite becomes null, which is JSON where NaN is not."""
-        return json.dumps(_finite(self.to_dict()), separators=(",", ":"), allow_nan=False)
+        return json.dumps(finite(self.to_dict()), separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -186,7 +187,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replace a small JSON file: readers see the old or the new one, never half of one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(
-        json.dumps(_finite(dict(data)), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        json.dumps(finite(dict(data)), indent=1, allow_nan=False) + "\n", encoding="utf-8"
     )
     aside.replace(path)
 

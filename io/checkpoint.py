@@ -17,48 +17,27 @@ in one, every rank gets the same CheckpointError and none is left waiting.
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
-import hpctrain
 from hpctrain.errors import CheckpointError
 from hpctrain.io import directory
-from hpctrain.io.comm import Communicator, on_all, on_root
-from hpctrain.io.directory import fsync_path, step_name
-from hpctrain.io.dtypes import raw_dtype
-from hpctrain.io.extents import Extent, dense_strides, digest, place, split, write_block
-from hpctrain.io.manifest import (
-    CHECKSUM,
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    Storage,
-    TensorEntry,
-    file_problem,
-    read_manifest,
-    seal,
-    structure_digest,
-)
+from hpctrain.io.comm import Communicator, on_root
+from hpctrain.io.directory import step_name
+from hpctrain.io.flush import WriteOptions
+from hpctrain.io.manifest import Manifest, file_problem, read_manifest
+from hpctrain.io.plan import FileKind
 from hpctrain.io.restore import CheckpointReader, extent_problems
-from hpctrain.io.shards import Box, TensorShard, coverage
-from hpctrain.io.skeleton import TensorMeta, create_skeleton, planned_bytes
-from hpctrain.units import format_bytes
+from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.shards import TensorShard
+from hpctrain.io.sources import HostSources
 
 __all__ = ["CheckpointReader", "CheckpointStore", "SaveReport"]
-
-TENSORS_FILE = "tensors.h5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +53,6 @@ class SaveReport:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Contribution:
-    """What one rank hands in, without the numbers."""
-
-    boxes: tuple[tuple[str, TensorMeta, Box], ...]
-    per_rank: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Where everything goes, worked out by rank 0."""
-
-    folder: Path
-    offsets: Mapping[str, int]
-    tensors: Mapping[str, TensorMeta] = field(repr=False)
-
-    @property
-    def file(self) -> Path:
-        return self.folder / TENSORS_FILE
-
-
 class CheckpointStore:
     """The checkpoints of one run.
 
@@ -102,14 +60,29 @@ class CheckpointStore:
         root: directory of the checkpoints; made by the first save.
         comm: communicator of all ranks that train, for example mpi4py's.
         keep: newest checkpoints kept by :meth:`save`, at least 1.
+        files: how many files a save writes: one, one a node, or one a rank.
+        node: number of this rank's node, for one file a node.
+        write: how files are written.
     """
 
-    def __init__(self, root: Path, comm: Communicator, keep: int = 2) -> None:
+    def __init__(
+        self,
+        root: Path,
+        comm: Communicator,
+        keep: int = 2,
+        *,
+        files: FileKind = "one",
+        node: int = 0,
+        write: WriteOptions | None = None,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint has to be kept")
         self.root = Path(root)
         self.comm = comm
         self.keep = keep
+        self.files: FileKind = files
+        self.node = node
+        self.write = write or WriteOptions()
 
     def save(
         self,
@@ -140,24 +113,18 @@ class CheckpointStore:
             ValueError: scalars are not JSON, or per_rank differs in its form between ranks.
         """
         begin = time.perf_counter()
-        shards = tuple(shards)
-        plan: _Plan | None = None
+        options = SaveOptions(self.files, buffers=1, write=self.write)
+        saver = Saver(self.root, self.comm, keep=self.keep, options=options, node=self.node)
         try:
-            given = on_all(self.comm, lambda: _describe(shards, per_rank))
-            plan = on_root(self.comm, lambda: self._begin(step, given, scalars))
-            written = on_all(self.comm, lambda: _write_shards(plan, shards))
-            size = on_root(self.comm, lambda: self._commit(step, plan, written, scalars))
-        except BaseException as error:
-            if self.comm.rank == 0 and plan is not None:
-                shutil.rmtree(plan.folder, ignore_errors=True)
-            if isinstance(error, CheckpointError):
-                message = f"the checkpoint of step {step} was not written: {error.message}"
-                hint = error.hint or "what was written of it is removed; the ones before are kept"
-                raise CheckpointError(message, hint=hint) from error
-            raise
-        warnings = self._retain() if self.comm.rank == 0 else ()
-        path = self.root / step_name(step)
-        return SaveReport(path, size, time.perf_counter() - begin, warnings)
+            saver.save(step, HostSources(shards), scalars=scalars, per_rank=per_rank)
+            (outcome,) = saver.drain()
+            warnings = tuple(saver.take_warnings())
+        finally:
+            saver.close()
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.path is not None
+        return SaveReport(outcome.path, outcome.bytes, time.perf_counter() - begin, warnings)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint directory, ascending; not collective."""
@@ -245,168 +212,3 @@ class CheckpointStore:
             return manifest
 
         return CheckpointReader(folder, on_root(self.comm, load), verify=verify)
-
-    # Rank 0's part of a save.
-
-    def _begin(
-        self, step: int, given: Sequence[_Contribution] | None, scalars: Mapping[str, Any]
-    ) -> _Plan:
-        assert given is not None
-        tensors = _merge(given)
-        rank_state = _stack([contribution.per_rank for contribution in given])
-        text = json.dumps(scalars, allow_nan=False)
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._check_space(planned_bytes(tensors, text, rank_state))
-        folder = directory.aside(self.root, step)
-        folder.mkdir()
-        try:
-            attributes = {
-                "format": FORMAT,
-                "format_version": FORMAT_VERSION,
-                "step": step,
-                "world_size": len(given),
-            }
-            offsets = create_skeleton(
-                folder / TENSORS_FILE, tensors,
-                attributes=attributes, scalars=text, rank_state=rank_state,
-            )  # fmt: skip
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return _Plan(folder, offsets, tensors)
-
-    def _check_space(self, wanted: int) -> None:
-        found = os.statvfs(self.root)
-        free = found.f_bavail * found.f_frsize
-        if wanted > free:
-            raise CheckpointError(
-                f"{self.root}: {format_bytes(wanted)} wanted, {format_bytes(free)} free",
-                hint="free some space, lower checkpoint.keep, or set checkpoint.path",
-            )
-
-    def _commit(
-        self,
-        step: int,
-        plan: _Plan,
-        written: Sequence[Mapping[str, list[Extent]]] | None,
-        scalars: Mapping[str, Any],
-    ) -> int:
-        assert written is not None
-        tensors = {}
-        for name, meta in plan.tensors.items():
-            extents = [extent for by_name in written for extent in by_name.get(name, ())]
-            extents.sort(key=lambda extent: extent.start)
-            storage = (Storage(0, plan.offsets[name], meta.bytes),) if meta.bytes else ()
-            tensors[name] = TensorEntry(meta.shape, meta.torch_dtype, storage, tuple(extents))
-        ranges = [item for entry in tensors.values() for item in entry.storage]
-        descriptor = os.open(plan.file, os.O_RDONLY)
-        try:
-            size = os.fstat(descriptor).st_size
-            structure = structure_digest(descriptor, size, ranges)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        tokens = scalars.get("tokens")
-        manifest = Manifest(
-            step=step,
-            tokens=tokens if isinstance(tokens, int) else None,
-            sequence=directory.last_sequence(self.root) + 1,
-            world_size=self.comm.size,
-            created=time.time(),
-            writer={
-                "hpctrain": hpctrain.__version__,
-                "h5py": h5py.version.version,
-                "hdf5": h5py.version.hdf5_version,
-            },
-            files=(FileEntry(TENSORS_FILE, size, structure),),
-            tensors=tensors,
-        )
-        data = manifest.to_json().encode()
-        directory.write_durably(plan.folder / MANIFEST, data)
-        directory.write_durably(plan.folder / CHECKSUM, seal(data).encode())
-        fsync_path(plan.folder)
-        directory.commit(self.root, plan.folder, step)
-        return size + len(data)
-
-    def _retain(self) -> tuple[str, ...]:
-        """Remove all but the newest; a failure is a warning, for nothing is lost by it."""
-        warnings = []
-        for step in directory.by_commit(self.root)[self.keep :]:
-            try:
-                directory.remove(self.root, step)
-            except OSError as error:
-                warnings.append(f"step {step} could not be removed: {error}")
-        return tuple(warnings)
-
-
-def _describe(shards: Sequence[TensorShard], per_rank: Mapping[str, np.ndarray]) -> _Contribution:
-    boxes = tuple((s.name, TensorMeta(s.global_shape, s.torch_dtype), s.box) for s in shards)
-    return _Contribution(boxes, {name: np.asarray(array) for name, array in per_rank.items()})
-
-
-def _merge(given: Sequence[_Contribution]) -> dict[str, TensorMeta]:
-    """All tensors, with every fault in how the ranks' shards fit together."""
-    tensors: dict[str, TensorMeta] = {}
-    boxes: dict[str, list[Box]] = {}
-    faults = []
-    for rank, contribution in enumerate(given):
-        for name, meta, box in contribution.boxes:
-            known = tensors.setdefault(name, meta)
-            if meta != known:
-                faults.append(f"{name}: rank {rank} gives {meta}, another rank {known}")
-            boxes.setdefault(name, []).append(box)
-    for name, meta in tensors.items():
-        fault = coverage(meta.shape, boxes[name])
-        if fault is not None:
-            faults.append(f"{name} {list(meta.shape)}: {fault}")
-    if faults:
-        more = f"\n  … and {len(faults) - 10} more" if len(faults) > 10 else ""
-        raise CheckpointError("the ranks' shards do not fit:\n  " + "\n  ".join(faults[:10]) + more)
-    return tensors
-
-
-def _stack(per_rank: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    def forms(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[Any, ...]]:
-        return {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
-
-    first = forms(per_rank[0])
-    for rank, arrays in enumerate(per_rank):
-        if forms(arrays) != first:
-            raise ValueError(
-                f"per_rank differs in form: rank 0 has {first}, rank {rank} {forms(arrays)}"
-            )
-    return {name: np.stack([arrays[name] for arrays in per_rank]) for name in per_rank[0]}
-
-
-def _write_shards(plan: _Plan, shards: Sequence[TensorShard]) -> dict[str, list[Extent]]:
-    """Write this rank's shards at their places and make them durable."""
-    extents: dict[str, list[Extent]] = {}
-    try:
-        descriptor = os.open(plan.file, os.O_WRONLY)
-        try:
-            for shard in shards:
-                found = extents.setdefault(shard.name, [])
-                itemsize = raw_dtype(shard.torch_dtype).itemsize
-                strides = dense_strides(shard.global_shape, itemsize)
-                for box in split(shard.box, itemsize):
-                    part = np.ascontiguousarray(shard.array[box.within(shard.box)])
-                    start = plan.offsets[shard.name] + place(box.offsets, strides)
-                    # Where an extent's rows follow each other without a gap it is dense.
-                    dense = dense_strides(box.shape, itemsize)
-                    tight = _same_layout(box.shape, strides, dense)
-                    layout = dense if tight else strides
-                    write_block(descriptor, start, layout, part.reshape(box.shape))
-                    found.append(Extent(box, 0, start, layout, digest(part)))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise OSError(error.errno or 0, error.strerror or str(error), str(plan.file)) from error
-    return extents
-
-
-def _same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two strides put the elements at the same places; axes of one do not matter."""
-    return math.prod(shape) == 0 or all(
-        count == 1 or a == b for count, a, b in zip(shape, one, other, strict=True)
-    )

@@ -13,7 +13,11 @@ T = TypeVar("T")
 
 
 class Communicator(Protocol):
-    """The part of an mpi4py communicator that is used here (lower-case, any Python object)."""
+    """The part of an mpi4py communicator that is used here.
+
+    The lower-case methods move any Python object; ``Allreduce`` sums arrays and is the only
+    one that a save uses once its layout is known.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -22,6 +26,10 @@ class Communicator(Protocol):
     def allgather(self, sendobj: Any) -> list[Any]: ...
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None: ...
     def bcast(self, obj: Any, root: int = 0) -> Any: ...
+    def scatter(self, sendobj: Any, root: int = 0) -> Any: ...
+    def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None: ...
+    def send(self, obj: Any, dest: int) -> None: ...
+    def recv(self, *, source: int) -> Any: ...
     def barrier(self) -> None: ...
 
 
@@ -39,6 +47,18 @@ class SoloCommunicator:
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         return obj
+
+    def scatter(self, sendobj: Any, root: int = 0) -> Any:
+        return sendobj[0]
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
+        recvbuf[...] = sendbuf
+
+    def send(self, obj: Any, dest: int) -> None:
+        raise ValueError("a world of one has nobody to send to")
+
+    def recv(self, *, source: int) -> Any:
+        raise ValueError("a world of one has nobody to receive from")
 
     def barrier(self) -> None:
         return None
@@ -104,10 +124,15 @@ def _fault(error: Exception | None) -> _Fault | None:
         return None
     if isinstance(error, HpctrainError):
         return _Fault(error.message, error.hint)
+    return _Fault(fault_text(error), None)
+
+
+def fault_text(error: Exception) -> str:
+    """Path and reason of an operating system's error; kind and text of any other."""
     if isinstance(error, OSError):
         name = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return _Fault(name + (error.strerror or str(error)), None)
-    return _Fault(f"{type(error).__name__}: {error}", None)
+        return name + (error.strerror or str(error))
+    return f"{type(error).__name__}: {error}"
 
 
 def _raise(fault: _Fault, error: Exception | None) -> NoReturn:

@@ -21,11 +21,10 @@ def step_name(step: int) -> str:
     return f"step{step:08d}"
 
 
-def aside(root: Path, step: int) -> Path:
-    """Where a checkpoint is written before its commit; the name says by which process."""
+def writer() -> str:
+    """This process as it stands in the names of what it writes before the commit."""
     pid = os.getpid()
-    who = f"{os.uname().nodename}.{pid}.{_started(pid) or 0}.{secrets.token_hex(3)}"
-    return root / f"{step_name(step)}.tmp-{who}"
+    return f"{os.uname().nodename}.{pid}.{_started(pid) or 0}"
 
 
 def _started(pid: int) -> int | None:
@@ -47,11 +46,33 @@ def fsync_path(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file and fsync it."""
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write a small file and fsync it.
+
+    Raises:
+        OSError: names the file.
+    """
+    try:
+        with path.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Write a small file aside, fsync it and give it its name: it is there whole or not at all.
+
+    Raises:
+        OSError: names the file.
+    """
+    beside = path.with_name(f".{path.name}")
+    try:
+        write_durably(beside, data)
+        beside.rename(path)
+        fsync_path(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def committed(root: Path) -> dict[int, Path]:
@@ -83,18 +104,25 @@ def last_sequence(root: Path) -> int:
 def by_commit(root: Path) -> list[int]:
     """Steps, most recently committed first.
 
-    That is not the highest step where training went back to an older one. A checkpoint with
-    no readable manifest is placed right after the highest step below its own.
+    That is not the highest step where training went back to an older one.
+    """
+    return [step for step, _ in commits(root)]
+
+
+def commits(root: Path) -> list[tuple[int, float]]:
+    """Steps with the numbers of their saves, most recently committed first.
+
+    A checkpoint with no readable manifest is placed right after the highest step below its own.
     """
     sequences = _sequences(root)
-    keys = {}
+    keys: dict[int, float] = {}
     for step, number in sequences.items():
         if number is None:
             below = [n for s, n in sequences.items() if s < step and n is not None]
-            keys[step] = (max(below, default=0) + 0.5, step)
+            keys[step] = max(below, default=0) + 0.5
         else:
-            keys[step] = (float(number), step)
-    return sorted(keys, key=lambda step: keys[step], reverse=True)
+            keys[step] = float(number)
+    return sorted(keys.items(), key=lambda item: (item[1], item[0]), reverse=True)
 
 
 def commit(root: Path, written: Path, step: int) -> None:

@@ -55,7 +55,7 @@ def dense_strides(shape: Shape, itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
-def place(offsets: Shape, strides: Shape) -> int:
+def distance(offsets: Shape, strides: Shape) -> int:
     """Bytes from the first element to the one at ``offsets``."""
     return sum(index * stride for index, stride in zip(offsets, strides, strict=True))
 
@@ -87,24 +87,6 @@ def _raw(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def write_block(descriptor: int, start: int, strides: Shape, array: np.ndarray) -> None:
-    """Write an array as a strided block.
-
-    Raises:
-        OSError: the write failed; a partly written block is left behind.
-    """
-    if array.size == 0:
-        return
-    if dense_strides(array.shape, array.itemsize) == strides or array.size == 1:
-        write_bytes(descriptor, _raw(array), start)
-        return
-    axis = next(axis for axis, count in enumerate(array.shape) if count > 1)
-    index: list[int | slice] = [0] * axis
-    for row in range(array.shape[axis]):
-        part = array[(*index, row)]
-        write_block(descriptor, start + row * strides[axis], strides[axis + 1 :], part)
-
-
 def write_bytes(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes at ``offset``.
 
@@ -129,16 +111,21 @@ def read_block(
         EOFError: the file ends before the block does.
     """
     out = np.empty(shape, dtype)
-    _read_into(descriptor, start, strides, out)
+    read_into(descriptor, start, strides, out)
     return out
 
 
-def _read_into(descriptor: int, start: int, strides: Shape, out: np.ndarray) -> None:
-    """Fill ``out`` (any strides): one read of the whole span where little of it is thrown
-    away, halves of it otherwise."""
+def read_into(descriptor: int, start: int, strides: Shape, out: np.ndarray) -> None:
+    """Fill ``out`` (any strides) from a strided block: one read of the whole span where little
+    of it is thrown away, halves of it otherwise.
+
+    Raises:
+        OSError: the read failed.
+        EOFError: the file ends before the block does.
+    """
     if out.size == 0:
         return
-    span = place(tuple(count - 1 for count in out.shape), strides) + out.itemsize
+    span = distance(tuple(count - 1 for count in out.shape), strides) + out.itemsize
     dense = span == out.nbytes
     if dense and out.flags.c_contiguous:
         _pread(descriptor, out.reshape(-1).view(np.uint8).data, start)
@@ -151,9 +138,9 @@ def _read_into(descriptor: int, start: int, strides: Shape, out: np.ndarray) -> 
     axis = next(axis for axis, count in enumerate(out.shape) if count > 1)
     half = out.shape[axis] // 2
     lead = (slice(None),) * axis
-    _read_into(descriptor, start, strides, out[(*lead, slice(None, half))])
+    read_into(descriptor, start, strides, out[(*lead, slice(None, half))])
     second = start + half * strides[axis]
-    _read_into(descriptor, second, strides, out[(*lead, slice(half, None))])
+    read_into(descriptor, second, strides, out[(*lead, slice(half, None))])
 
 
 def _pread(descriptor: int, into: memoryview, offset: int) -> None:

@@ -183,9 +183,7 @@ def _make(
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    made = h5py.h5d.create(
-        file.id, name.encode(), wanted.kind, _space(wanted.shape), create, links
-    )
+    made = h5py.h5d.create(file.id, name.encode(), wanted.kind, _space(wanted.shape), create, links)
     attributes = h5py.Dataset(made).attrs
     for key, value in wanted.attributes.items():
         attributes[key] = value
@@ -237,3 +235,15 @@ def write_image(path: Path, image: SparseFile) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open a finished file for reading; nobody changes it any more, so no lock is needed.
+
+    The default comes first all the same: within a process HDF5 refuses to open a file twice
+    with different locking, and a user may have it open.
+    """
+    try:
+        return h5py.File(path, "r")
+    except OSError:
+        return h5py.File(path, "r", locking=False)

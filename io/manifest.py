@@ -85,7 +85,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def to_json(self) -> str:
-        tensors = {name: _tensor_to_dict(entry) for name, entry in self.tensors.items()}
+        tensors = {name: tensor_to_dict(entry) for name, entry in self.tensors.items()}
         head = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -125,13 +125,13 @@ class Manifest:
                 files=tuple(
                     FileEntry(f["name"], f["bytes"], f["structure_xxh3"]) for f in data["files"]
                 ),
-                tensors={name: _tensor_from_dict(t) for name, t in data["tensors"].items()},
+                tensors={name: tensor_from_dict(t) for name, t in data["tensors"].items()},
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or of the wrong kind: {error!r}") from None
 
 
-def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
+def tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
     itemsize = raw_dtype(entry.torch_dtype).itemsize
     extents = []
     for extent in entry.extents:
@@ -153,7 +153,7 @@ def _tensor_to_dict(entry: TensorEntry) -> dict[str, Any]:
     }
 
 
-def _tensor_from_dict(data: Mapping[str, Any]) -> TensorEntry:
+def tensor_from_dict(data: Mapping[str, Any]) -> TensorEntry:
     itemsize = raw_dtype(data["torch_dtype"]).itemsize
     extents = []
     for item in data["extents"]:

@@ -6,7 +6,10 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +17,86 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.dtypes import raw_dtype
-from hpctrain.io.extents import Extent, digest, place, read_block
-from hpctrain.io.manifest import Manifest
-from hpctrain.io.shards import Box, Shape
-from hpctrain.io.skeleton import RANK_STATE, SCALARS, open_hdf5
+from hpctrain.io.extents import Extent, digest, distance, read_block, read_into
+from hpctrain.io.image import open_hdf5
+from hpctrain.io.manifest import Manifest, TensorEntry
+from hpctrain.io.plan import RANK_STATE, SCALARS
+from hpctrain.io.shards import RESERVED, Box, Shape
+
+_THREADS = 4
+"""Readers of one rank: enough to read, check and copy at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a range of one of the checkpoint's files lies.
+
+    Attributes:
+        file: index into the manifest's files.
+        start, end: the range.
+        folder: directory of the file.
+    """
+
+    file: int
+    start: int
+    end: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A box to read: of which tensor, from where on, into what (any strides)."""
+
+    name: str
+    offsets: Shape
+    out: np.ndarray
+
+    @property
+    def leaf(self) -> str:
+        """Name of a rank state without its group."""
+        return self.name.removeprefix(f"{RANK_STATE}/")
 
 
 class CheckpointReader:
     """An open checkpoint; made by ``CheckpointStore.open``. Reading is not collective.
 
-    Attributes:
-        path: its directory.
+    Args:
+        path: its directory, for messages.
         manifest: what it holds.
-        scalars: the JSON values that were saved with it.
+        verify: check each extent when it is first read.
+        places: where its files lie, in ranges; all in ``path`` where nothing is said.
+        scalars: the JSON values saved with it; read from the file where they are not given.
+
+    Attributes:
+        scalars: see there.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        *,
+        verify: bool = True,
+        places: Sequence[Place] | None = None,
+        scalars: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self._verify = verify
         self._good: set[tuple[str, int]] = set()
-        self._descriptors: dict[int, int] = {}
-        self._state_file = path / manifest.files[0].name
+        self._places = places
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self.scalars: dict[str, Any] = dict(self._read_scalars() if scalars is None else scalars)
+
+    def _read_scalars(self) -> dict[str, Any]:
+        path = self.path / self.manifest.files[0].name
         try:
-            with open_hdf5(self._state_file) as file:
-                self.scalars: dict[str, Any] = json.loads(file[SCALARS][()])
+            with open_hdf5(path) as file:
+                found: dict[str, Any] = json.loads(file[SCALARS][()])
         except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{self._state_file}: scalars cannot be read: {error}") from error
+            raise CheckpointError(f"{path}: scalars cannot be read: {error}") from error
+        return found
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -68,23 +124,33 @@ class CheckpointReader:
 
     def tensors(self) -> dict[str, tuple[Shape, str]]:
         """Global shape and torch dtype of every tensor."""
-        return {name: (t.shape, t.torch_dtype) for name, t in self.manifest.tensors.items()}
+        return {
+            name: (t.shape, t.torch_dtype)
+            for name, t in self.manifest.tensors.items()
+            if not name.startswith(f"{RESERVED}/")
+        }
 
     def rank_state(self, rank: int) -> dict[str, np.ndarray] | None:
         """The arrays that ``rank`` saved for itself; None where there was no such rank.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: they cannot be read.
         """
         if not 0 <= rank < self.world_size:
             return None
-        try:
-            with open_hdf5(self._state_file) as file:
-                if RANK_STATE not in file:
-                    return {}
-                return {name: np.asarray(d[rank]) for name, d in file[RANK_STATE].items()}
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{self._state_file}: rank states: {error}") from error
+        requests = self.rank_requests(rank)
+        self.read_all(requests)
+        return {request.leaf: request.out[0] for request in requests}
+
+    def rank_requests(self, rank: int) -> list[Request]:
+        """What :meth:`rank_state` reads."""
+        requests = []
+        for name, entry in self.manifest.tensors.items():
+            if name.startswith(f"{RANK_STATE}/"):
+                inner = entry.shape[1:]
+                out = np.empty((1, *inner), raw_dtype(entry.torch_dtype))
+                requests.append(Request(name, (rank, *(0 for _ in inner)), out))
+        return requests
 
     def check(self, wanted: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Compare with what a model wants: name -> global shape and torch dtype.
@@ -126,58 +192,129 @@ class CheckpointReader:
                 not match, or a file that cannot be read.
         """
         entry = self.manifest.tensors.get(name)
+        dtype = raw_dtype(entry.torch_dtype) if entry is not None else np.dtype("u1")
+        if min(shape, default=0) < 0:
+            raise CheckpointError(f"{self.path}: {name}: {list(shape)} is no shape")
+        out = np.empty(tuple(shape), dtype)
+        self.read_all([Request(name, tuple(offsets), out)])
+        return out
+
+    def require(self, requests: Sequence[Request]) -> None:
+        """Bring what is about to be read within reach; collective. Committed checkpoints are
+        in reach of every rank.
+
+        Raises:
+            CheckpointError: on every rank, where it cannot be done.
+        """
+
+    def read_all(self, requests: Iterable[Request]) -> None:
+        """Fill many arrays, several extents at a time and in the order of the files.
+
+        Raises:
+            CheckpointError: see :meth:`read`.
+        """
+        jobs = [job for request in requests for job in self._jobs(request)]
+        jobs.sort(key=lambda job: (job.extent.file, job.extent.start))
+        if len(jobs) < _THREADS:
+            for job in jobs:
+                self._run(job)
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(self._run, jobs):
+                pass
+
+    def _jobs(self, request: Request) -> list[_Job]:
+        entry = self.manifest.tensors.get(request.name)
         if entry is None:
-            raise CheckpointError(f"{self.path}: {self._missing(name)}")
-        wanted = Box(tuple(offsets), tuple(shape))
-        if len(wanted.offsets) != len(entry.shape) or len(wanted.shape) != len(entry.shape):
-            raise CheckpointError(f"{self.path}: {name} has shape {entry.shape}, wanted {wanted}")
-        axes = zip(wanted.offsets, wanted.end, entry.shape, strict=True)
-        if any(not 0 <= low <= high <= whole for low, high, whole in axes):
-            raise CheckpointError(f"{self.path}: {name} has shape {entry.shape}, wanted {wanted}")
-        out = np.empty(wanted.shape, raw_dtype(entry.torch_dtype))
+            raise CheckpointError(f"{self.path}: {self._missing(request.name)}")
+        wanted = Box(request.offsets, request.out.shape)
+        fits = len(wanted.offsets) == len(wanted.shape) == len(entry.shape) and all(
+            0 <= low <= high <= whole
+            for low, high, whole in zip(wanted.offsets, wanted.end, entry.shape, strict=True)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"{self.path}: {request.name} has shape {entry.shape}, wanted {wanted}"
+            )
+        jobs = []
         filled = 0
         for index, extent in enumerate(entry.extents):
             common = extent.box.overlap(wanted)
             if common is not None:
-                out[common.within(wanted)] = self._part(name, index, extent, common, out.dtype)
+                window: tuple[Any, ...] = (..., *common.within(wanted))
+                out = request.out[window]
+                jobs.append(_Job(request.name, entry, index, extent, common, out))
                 filled += common.elements
         if filled != wanted.elements:
             raise CheckpointError(
-                f"{self.path}: {name} {wanted}: only {filled} of {wanted.elements} elements are "
-                "in the checkpoint"
+                f"{self.path}: {request.name} {wanted}: only {filled} of {wanted.elements} "
+                "elements are in the checkpoint"
             )
-        return out
+        return jobs
 
-    def _part(
-        self, name: str, index: int, extent: Extent, common: Box, dtype: np.dtype
-    ) -> np.ndarray:
-        if self._verify and (name, index) not in self._good:
-            block, fault = _read_verified(self._descriptor(extent.file), extent, dtype)
-            if fault is not None:
-                raise CheckpointError(_show_fault(self.path, self.manifest, name, extent, fault))
-            self._good.add((name, index))
-            return block[common.within(extent.box)]
-        inside = tuple(a - b for a, b in zip(common.offsets, extent.box.offsets, strict=True))
-        start = extent.start + place(inside, extent.strides)
+    def _run(self, job: _Job) -> None:
+        extent, out = job.extent, job.out
+        descriptor, folder = self._open(extent)
+        fault: str | None = None
         try:
-            descriptor = self._descriptor(extent.file)
-            return read_block(descriptor, start, extent.strides, common.shape, dtype)
+            if self._verify and (job.name, job.index) not in self._good:
+                whole = job.common == extent.box and out.flags.c_contiguous
+                block = out if whole else np.empty(extent.box.shape, out.dtype)
+                read_into(descriptor, extent.start, extent.strides, block)
+                found = digest(block)
+                if found != extent.xxh3:
+                    fault = f"checksum {found}, the manifest says {extent.xxh3}"
+                elif not whole:
+                    out[...] = block[job.common.within(extent.box)]
+                self._good.add((job.name, job.index))
+            else:
+                pairs = zip(job.common.offsets, extent.box.offsets, strict=True)
+                inside = tuple(a - b for a, b in pairs)
+                start = extent.start + distance(inside, extent.strides)
+                read_into(descriptor, start, extent.strides, out)
         except (OSError, EOFError) as error:
-            fault = _show_fault(self.path, self.manifest, name, extent, str(error))
-            raise CheckpointError(fault) from error
+            fault = str(error)
+        if fault is not None:
+            raise CheckpointError(_show_fault(folder, self.manifest, job.name, extent, fault))
 
-    def _descriptor(self, file: int) -> int:
-        if file not in self._descriptors:
-            path = self.path / self.manifest.files[file].name
-            try:
-                self._descriptors[file] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}") from error
-        return self._descriptors[file]
+    def _folder_of(self, extent: Extent) -> Path | None:
+        """Where an extent lies, None where it is out of reach."""
+        if self._places is None:
+            return self.path
+        for place in self._places:
+            if place.file == extent.file and place.start <= extent.start < place.end:
+                return place.folder
+        return None
+
+    def _open(self, extent: Extent) -> tuple[int, Path]:
+        name = self.manifest.files[extent.file].name
+        folder = self._folder_of(extent)
+        if folder is None:
+            raise CheckpointError(f"{name} at byte {extent.start}: is not on this node")
+        path = folder / name
+        with self._lock:
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: {error.strerror}") from error
+            return self._descriptors[path], folder
 
     def _missing(self, name: str) -> str:
         near = difflib.get_close_matches(name, self.manifest.tensors, 1)
         return f"there is no tensor {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """One extent of one request: the common box, and where it goes."""
+
+    name: str
+    entry: TensorEntry
+    index: int
+    extent: Extent
+    common: Box
+    out: np.ndarray
 
 
 def _read_verified(
@@ -197,6 +334,36 @@ def _read_verified(
 def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
     file = path / manifest.files[extent.file].name
     return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
+
+
+def tensor_problems(
+    folder: Path, names: Sequence[str], tensors: Mapping[str, TensorEntry]
+) -> Iterator[str]:
+    """Faults of the extents of some tensors, whose files lie in one folder.
+
+    Args:
+        folder: see above.
+        names: of the files, by number.
+        tensors: by name; they need not be whole.
+    """
+    descriptors: dict[int, int] = {}
+    try:
+        for name, entry in tensors.items():
+            for extent in entry.extents:
+                file = folder / names[extent.file]
+                if extent.file not in descriptors:
+                    try:
+                        descriptors[extent.file] = os.open(file, os.O_RDONLY)
+                    except OSError as error:
+                        yield f"{file}: {error.strerror}"
+                        return
+                dtype = raw_dtype(entry.torch_dtype)
+                _, fault = _read_verified(descriptors[extent.file], extent, dtype)
+                if fault is not None:
+                    yield f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
 def extent_problems(path: Path, manifest: Manifest, part: int, parts: int) -> list[str]:

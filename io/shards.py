@@ -16,17 +16,16 @@ RESERVED = "hpctrain"
 """Top-level group that holds what is not a tensor."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorShard:
-    """A box of a global tensor, and its elements.
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """A box of a global tensor, without its elements.
 
     Attributes:
         name: path in the checkpoint, ``model/<fully qualified name>`` or
             ``optimizer/<state>/<fully qualified name>``.
         global_shape: shape of the whole tensor.
         offsets: index of the box's first element in it, one a dimension.
-        array: the box's elements, of any strides; raw bits (uint16, uint8) where numpy has
-            no such type. An axis may be empty.
+        shape: extent of the box; an axis may be empty.
         torch_dtype: name of the torch dtype without ``torch.``, for example ``bfloat16``.
 
     Raises:
@@ -36,27 +35,70 @@ class TensorShard:
     name: str
     global_shape: Shape
     offsets: Shape
-    array: np.ndarray
+    shape: Shape
     torch_dtype: str
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")
-        if any(part in ("", ".", "..") for part in parts) or parts[0] == RESERVED:
+        if any(part in ("", ".", "..") for part in parts):
             raise ValueError(f"{self.name!r} cannot name a tensor in a checkpoint")
         if "\x00" in self.name:
             raise ValueError(f"{self.name!r} holds a NUL byte")
-        if not len(self.global_shape) == len(self.offsets) == self.array.ndim:
+        if not len(self.global_shape) == len(self.offsets) == len(self.shape):
             raise ValueError(
                 f"{self.name}: global shape {self.global_shape}, offsets {self.offsets} and an "
-                f"array of shape {self.array.shape} differ in their number of dimensions"
+                f"array of shape {self.shape} differ in their number of dimensions"
             )
-        axes = zip(self.offsets, self.array.shape, self.global_shape, strict=True)
+        axes = zip(self.offsets, self.shape, self.global_shape, strict=True)
         if any(start < 0 or start + count > whole for start, count, whole in axes):
             raise ValueError(
-                f"{self.name}: the box {show_box(self.offsets, self.array.shape)} lies outside "
+                f"{self.name}: the box {show_box(self.offsets, self.shape)} lies outside "
                 f"of the global shape {self.global_shape}"
             )
-        expected = raw_dtype(self.torch_dtype)
+        raw_dtype(self.torch_dtype)
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """numpy dtype of the elements' bytes."""
+        return raw_dtype(self.torch_dtype)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box is the tensor."""
+        return self.shape == self.global_shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorShard:
+    """A box of a global tensor and its elements, in host memory.
+
+    Attributes:
+        name, global_shape, offsets, torch_dtype: see :class:`ShardSpec`.
+        array: the elements, of any strides; raw bits (uint16, uint8) where numpy has no such
+            type.
+
+    Raises:
+        ValueError: name, box or dtype do not fit together, or the name is one of ours.
+    """
+
+    name: str
+    global_shape: Shape
+    offsets: Shape
+    array: np.ndarray
+    torch_dtype: str
+
+    def __post_init__(self) -> None:
+        expected = self.spec.dtype
+        if self.name.split("/")[0] == RESERVED:
+            raise ValueError(f"{self.name!r} cannot name a tensor in a checkpoint")
         if self.array.dtype != expected:
             raise ValueError(
                 f"{self.name}: {self.torch_dtype} arrives as numpy {expected}, "
@@ -64,8 +106,9 @@ class TensorShard:
             )
 
     @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.array.shape)
+    def spec(self) -> ShardSpec:
+        shape = self.array.shape
+        return ShardSpec(self.name, self.global_shape, self.offsets, shape, self.torch_dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.errors import UsageError
 from hpctrain.io.extents import read_bytes
-from hpctrain.io.image import Reserved, build_hdf5, write_image
-from hpctrain.io.skeleton import open_hdf5
+from hpctrain.io.image import Reserved, build_hdf5, open_hdf5, write_image
 
 FORMAT = "hpctrain-tokens"
 FORMAT_VERSION = 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.slurm.client import JobInfo, SlurmClient
+from hpctrain.slurm.answers import JobInfo
+from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.script import Line, render, script_lines
 from hpctrain.slurm.submit import Submission, submit
 

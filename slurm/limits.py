@@ -20,7 +20,8 @@ from hpctrain.units import format_bytes, format_walltime
 
 if TYPE_CHECKING:
     from hpctrain.machine import Machine
-    from hpctrain.slurm.client import NodeGroup, Partition, SlurmClient
+    from hpctrain.slurm.answers import NodeGroup, Partition
+    from hpctrain.slurm.client import SlurmClient
     from hpctrain.spec import JobSpec
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hpctrain.units import format_walltime
 
 if TYPE_CHECKING:
-    from hpctrain.slurm.client import JobInfo
+    from hpctrain.slurm.answers import JobInfo
 
 _PENDING = {
     "Resources": "it is next in line and waits for nodes to become free",

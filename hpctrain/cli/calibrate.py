@@ -72,7 +72,7 @@ def _measure(machine: Machine, ranks: int, storage: Path) -> tuple[Measurements,
     import torch
 
     from hpctrain.plan.measured import SHAPES, Measurements
-    from hpctrain.runtime import measure
+    from hpctrain.runtime import node_rates as measure
 
     gpu = torch.cuda.is_available()
     if machine.node.device.vendor != "cpu" and not gpu:

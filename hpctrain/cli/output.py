@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from hpctrain.records import SCHEMA_VERSION, _finite
+from hpctrain.records import SCHEMA_VERSION, finite
 
 _STYLES = {
     "finished": "green",
@@ -50,7 +50,7 @@ def emit_json(data: Mapping[str, Any], *, lines: bool = False) -> None:
         data: the rest of the object.
         lines: on one line, for commands that answer more than once.
     """
-    document = {"schema_version": SCHEMA_VERSION, **_finite(dict(data))}
+    document = {"schema_version": SCHEMA_VERSION, **finite(dict(data))}
     indent = None if lines else 2
     click.echo(json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False))
 

@@ -56,6 +56,7 @@ def load(path: str, overrides: Sequence[str]) -> Prepared:
 def prepare(job: Job, directory: Path) -> Prepared:
     """The job resolved for its machine, relative paths taken from ``directory``."""
     from hpctrain.machine import get_machine
+    from hpctrain.schedule.job import check_pipeline
     from hpctrain.spec import resolve
     from hpctrain.spec.resolve import check
 
@@ -63,6 +64,7 @@ def prepare(job: Job, directory: Path) -> Prepared:
     machine = get_machine(directory / name if "/" in name else name)
     resolved = resolve(job, _Site(_devices(machine)), directory)
     check(resolved)
+    check_pipeline(resolved)
     ranks_per_node = resolved.spec.ranks_per_node
     assert isinstance(ranks_per_node, int), "resolve() leaves no auto"
     machine.check_ranks_per_node(ranks_per_node)

@@ -6,7 +6,7 @@ import shlex
 import time
 from pathlib import Path
 
-from hpctrain.cli.view import RunView
+from hpctrain.cli.view import RunView, age
 from hpctrain.rundir import DEFAULT_ROOT, RunDir
 from hpctrain.units import format_count, format_duration
 
@@ -55,7 +55,9 @@ def rows(view: RunView) -> list[tuple[str, str]]:
         found.append(("launcher", _launcher(view)))
         found.append(("started", moment(view.launch.submitted)))
     if view.state is not None:
-        found.append(("updated", moment(view.state.time)))
+        silent = age(view.state.time)
+        ago = f" ({format_duration(silent)} ago)" if silent > 60 and not view.is_final else ""
+        found.append(("updated", moment(view.state.time) + ago))
     if len(view.failures) > 1:
         ranks = ", ".join(str(failure.rank) for failure in view.failures[1:9])
         more = ", ..." if len(view.failures) > 9 else ""

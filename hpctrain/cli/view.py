@@ -179,6 +179,10 @@ def _status(
     if failures and not _requeued(state, word, failures):
         return "failed", failure_words(failures)
     if word is not None:
+        if word.state == "COMPLETED":
+            # The script ends with 0 where all ranks did; their last words may still be on the
+            # way to this host through a network file system.
+            return "finished", ""
         if word.over:
             ended = "cancelled" if word.state.startswith("CANCELLED") else "failed"
             return ended, word.reason or f"Slurm ended the job: {word.state}"

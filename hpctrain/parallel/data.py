@@ -4,13 +4,17 @@
 
     sharding      parameters          gradients        optimizer states
     none (DDP)    everywhere          all-reduced      everywhere
+    zero1 (DDP)   everywhere,         all-reduced      sharded in
+                  gathered once a                      whole blocks
+                  step
     zero2         gathered till       reduce-           sharded
                   backward is done    scattered
     zero3         gathered a block    reduce-           sharded
                   at a time           scattered
 
 The stages are those of ZeRO (Rajbhandari et al. 2020, section 5); zero2 and zero3 are FSDP2
-with and without keeping the gathered parameters between forward and backward.
+with and without keeping the gathered parameters between forward and backward; zero1's optimizer is
+:class:`~hpctrain.parallel.optimizer.BlockOptimizer`.
 """
 
 from __future__ import annotations
@@ -18,15 +22,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Sharding = Literal["none", "zero2", "zero3"]
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -43,7 +45,12 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, precision: str, *, reshard_after_forward: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: str,
+    *,
+    reshard_after_forward: bool,
+    prefetch: int = 0,
 ) -> nn.Module:
     """FSDP2 over the mesh, one unit a block and one for the rest; in place.
 
@@ -52,6 +59,9 @@ def shard(
         mesh: one axis (shard), or two (replicate, shard) for hybrid sharding.
         precision: ``bf16`` gathers and computes in bf16 and reduces in fp32.
         reshard_after_forward: free the gathered parameters between forward and backward.
+        prefetch: blocks whose gathering starts before the current one computes, forward and
+            backward, in the order of the model; 0 leaves it to FSDP2, which looks one block
+            ahead in backward and, where the device is faster than the host, in forward.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -60,10 +70,15 @@ def shard(
         if precision == "bf16"
         else MixedPrecisionPolicy()
     )
-    for block in blocks_of(model):
+    blocks: list[Any] = list(blocks_of(model))
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root unit is needed at the start of backward: freeing it would gather it twice.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if prefetch:
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])
     return model
 
 

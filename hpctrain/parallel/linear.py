@@ -49,14 +49,16 @@ def row_linear(y_BSF: Tensor, weight: Tensor, bias: Tensor | None, group: Tensor
     Returns:
         (B, S, H), whole or this rank's slice of the sequence; the bias is added once.
     """
-    dtype = _compute_dtype(y_BSF)
-    y_BSF = y_BSF.to(dtype)
+    z_BSH = group.leave(row_partial(y_BSF, weight, group))
+    return z_BSH if bias is None else z_BSH + bias.to(z_BSH.dtype)
+
+
+def row_partial(y_BSF: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+    """This rank's part of a row-parallel linear's sum, (B, S, H) of the whole sequence."""
+    y_BSF = y_BSF.to(_compute_dtype(y_BSF))
     if group.weight_grads is None:
-        z_BSH = F.linear(y_BSF, weight.to(dtype))
-    else:
-        z_BSH = linear(y_BSF, weight, None, group.weight_grads)
-    z_BSH = group.leave(z_BSH)
-    return z_BSH if bias is None else z_BSH + bias.to(dtype)
+        return F.linear(y_BSF, weight.to(y_BSF.dtype))
+    return linear(y_BSF, weight, None, group.weight_grads)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hpctrain.optim.clip import Axes, global_norm, scale_gradients
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.runtime.context import RankContext
 
 _COPY_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -77,9 +78,11 @@ class ParallelModel:
 
     Attributes:
         token_loss: (logits of this rank, targets) -> mean cross entropy.
+        pipeline: runs the chunks in a pipeline; None without one.
     """
 
     token_loss: Callable[[Tensor, Tensor], Tensor]
+    pipeline: Pipeline | None = None
 
     def __init__(
         self,
@@ -148,6 +151,18 @@ class ParallelModel:
             and self._turn({*cut.axes, *sharded}, name)
         )
         return Part(name, local, cut.global_shape, offsets, writer)
+
+    def writes(self, parameter: str, entry: str, spread: Axes = ()) -> bool:
+        """Whether this rank writes what it keeps beside a parameter (an optimizer state).
+
+        Args:
+            parameter: its name.
+            entry: name of what is written.
+            spread: axes whose ranks keep different parts, beside those that cut the parameter.
+        """
+        cut = self.cuts.get(parameter)
+        over = {*(cut.axes if cut else ()), *spread}
+        return parameter not in self.copies and self._turn(over, entry)
 
     def _turn(self, cut_over: set[str], name: str) -> bool:
         """Of the ranks that hold copies, one writes; which one differs from name to name."""

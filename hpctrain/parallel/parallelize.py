@@ -1,9 +1,12 @@
 """THE one place where parallelism is applied to a model, in this order:
 
-1. build what this rank runs, on the meta device (a user's own model: whole, with its weights);
+1. build what this rank runs, on the meta device (a user's own model: whole, with its weights):
+   the model, or its stages in a pipeline;
 2. tensor and sequence parallelism cut each layer;
-3. data parallelism: FSDP2 shards what is left a block at a time, or DDP replicates it;
-4. weights are drawn, on the device, for the boxes that this rank holds.
+3. layers learn to leave their weight gradient for later, to sleep, to be computed again;
+4. data parallelism: FSDP2 shards what is left a block at a time, or DDP replicates it (in a
+   pipeline its executor reduces gradients instead of DDP);
+5. weights are drawn, on the device, for the boxes that this rank holds.
 
 The order is part of correctness: what cuts single tensors comes before what shards the set of
 them, and no rank ever holds more than its part.
@@ -20,10 +23,22 @@ from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Transformer, next_token_loss
 from hpctrain.parallel.data import replicate, shard
+from hpctrain.parallel.emulate import emulate
 from hpctrain.parallel.model import Cut, ParallelModel, unwrapped
+from hpctrain.parallel.pipeline_build import build_pipeline, wire_of
+from hpctrain.parallel.pipeline_stages import (
+    Stages,
+    lend_embedding,
+    sequential_stages,
+    transformer_stages,
+)
+from hpctrain.parallel.pipeline_vocabulary import spread_vocabulary
+from hpctrain.parallel.recompute import recompute
 from hpctrain.parallel.regions import TensorGroup, share
+from hpctrain.parallel.split_backward import WeightGrads, split_linears
 from hpctrain.parallel.tensor import cut_linears, cut_transformer
 from hpctrain.parallel.vocabulary import parallel_cross_entropy
+from hpctrain.schedule.job import plan_pipeline
 
 if TYPE_CHECKING:
     from hpctrain.runtime.context import RankContext
@@ -39,59 +54,85 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
 
     Raises:
         UsageError: the user's model cannot be built, or its plan does not fit it.
-        ImpossibleError: a layer cannot be cut so.
+        ImpossibleError: a layer or the model cannot be cut so.
     """
-    group = _tensor_group(spec, context)
+    schedule = plan_pipeline(spec)
+    store = WeightGrads() if schedule is not None and schedule.split_backward else None
+    group = _tensor_group(spec, context, store)
     own = spec.model.module is not None
+    rank = context.coordinate("pp")
     cuts: dict[str, Cut] = {}
+    wire = None
     if own:
         model = build_model(spec, context.device)
         if group is not None:
             cuts = cut_linears(model, spec.parallel.tensor_plan.model_dump(), group)
+        stages = Stages([model])
+        if schedule is not None:
+            stages = sequential_stages(spec, model, schedule, rank)
+            wire = wire_of(spec, schedule, group, model)
     else:
-        model = Transformer(spec.model.transformer(), device="meta")
+        stages = Stages([Transformer(spec.model.transformer(), device="meta")])
+        if schedule is not None:
+            stages = transformer_stages(spec, schedule, rank)
+            wire = wire_of(spec, schedule, group)
         if group is not None:
-            cuts = cut_transformer(model, group)
-    if spec.parallel.sharding == "none":
-        if not own:
-            model = model.to_empty(device=context.device)
-        parallel = ParallelModel([model], context, cuts)
-        if not own:
-            _draw_weights(parallel, spec.train.seed)
-        if context.size("dp_replicate") > 1:
-            parallel.chunks[0] = replicate(model, context.mesh["dp_replicate"])
-    else:
-        model = _shard(model, spec, context)
-        if not own:
-            model = model.to_empty(device=context.device)
-        parallel = ParallelModel([model], context, cuts)
-        if not own:
-            _draw_weights(parallel, spec.train.seed)
+            for module in stages.modules:
+                assert isinstance(module, Transformer)
+                cuts |= cut_transformer(module, group)
+        if schedule is not None and schedule.vocabulary:
+            cuts |= spread_vocabulary(stages, spec.model.transformer(), schedule, rank, group)
+        elif schedule is not None:
+            lend_embedding(stages, schedule, rank)
+    for module in stages.modules:
+        if store is not None:
+            split_linears(module, store)
+        if spec.parallel.emulate:
+            emulate(module, spec.parallel.emulate, store)
+        recompute(module, spec.parallel.recompute, own=own)
+    sharded = spec.parallel.fsdp
+    modules = [_shard(m, spec, context) if sharded else m for m in stages.modules]
+    if not own:
+        modules = [module.to_empty(device=context.device) for module in modules]
+    parallel = ParallelModel(modules, context, cuts, frozenset(stages.copies))
+    if not own:
+        _draw_weights(parallel, spec.train.seed)
+    if schedule is None and not sharded and context.size("dp_replicate") > 1:
+        parallel.chunks[0] = replicate(modules[0], context.mesh["dp_replicate"])
     if group is not None and not own:
         first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
         parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
     else:
         parallel.token_loss = next_token_loss
+    if schedule is not None:
+        assert wire is not None
+        parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, group, store)
     return parallel
 
 
 def _shard(model: nn.Module, spec: JobSpec, context: RankContext) -> nn.Module:
+    pipeline = spec.parallel.pipeline > 1
     axes = ("dp_replicate", "dp_shard") if context.size("dp_replicate") > 1 else ("dp_shard",)
     return shard(
         model,
         context.mesh[axes],
         spec.train.precision,
-        reshard_after_forward=spec.parallel.sharding == "zero3",
+        # In a pipeline the schedule says when parameters are let go.
+        reshard_after_forward=spec.parallel.sharding == "zero3" and not pipeline,
+        prefetch=0 if pipeline else spec.parallel.prefetch,
     )
 
 
-def _tensor_group(spec: JobSpec, context: RankContext) -> TensorGroup | None:
+def _tensor_group(
+    spec: JobSpec, context: RankContext, store: WeightGrads | None
+) -> TensorGroup | None:
     size = context.size("tp")
     if size == 1:
         return None
     group = context.mesh["tp"].get_group()
     sequence = spec.parallel.sequence and spec.model.module is None
-    return TensorGroup(group, context.coordinate("tp"), size, sequence)
+    overlap = spec.parallel.overlap
+    return TensorGroup(group, context.coordinate("tp"), size, sequence, overlap, store)
 
 
 def _draw_weights(model: ParallelModel, seed: int) -> None:

@@ -14,6 +14,7 @@ Sequences are dimension 1 of (B, S, H).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class TensorGroup:
         rank: of this process in it.
         size: ranks.
         sequence: the residual stream is sliced along the sequence.
+        overlap: a block works on half of its samples while the other half is being summed.
         weight_grads: where layers leave their weight gradients if a schedule splits backward.
     """
 
@@ -40,6 +42,7 @@ class TensorGroup:
     rank: int
     size: int
     sequence: bool = False
+    overlap: bool = False
     weight_grads: WeightGrads | None = None
 
     def enter(self, x_BSH: Tensor) -> Tensor:
@@ -49,6 +52,12 @@ class TensorGroup:
     def leave(self, y_BSH: Tensor) -> Tensor:
         """The sum of the ranks' outputs: whole, or this rank's slice of the sequence."""
         return _Leave.apply(y_BSH, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def start_leave(self, y_BSH: Tensor) -> Callable[[], Tensor]:
+        """As :meth:`leave`, in two parts: the sum begins now, and the result waits for it."""
+        pending: list[Pending] = []
+        begun = _StartLeave.apply(y_BSH, self, pending)  # type: ignore[no-untyped-call]
+        return lambda: _FinishLeave.apply(begun, pending)  # type: ignore[no-any-return,no-untyped-call]
 
     def gather(self, x_BSH: Tensor) -> Tensor:
         """Slices of the sequence to the whole; no gradient."""
@@ -104,6 +113,30 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         group: TensorGroup = ctx.group
         return group.gather(grad) if group.sequence else grad, None
+
+
+class _StartLeave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: TensorGroup, pending: list[Pending]) -> Tensor:
+        ctx.group = group
+        pending.append(group.start_reduce(y.clone()))
+        return pending[0].result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        group: TensorGroup = ctx.group
+        return group.gather(grad) if group.sequence else grad, None, None
+
+
+class _FinishLeave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, pending: list[Pending]) -> Tensor:
+        pending.pop().wait()
+        return begun.view_as(begun)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def share(total: int, size: int, rank: int) -> tuple[int, int]:

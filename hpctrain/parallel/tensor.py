@@ -19,12 +19,19 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.model.dropout import Dropout
 from hpctrain.model.transformer import Attention, Block, Embedding, FeedForward, Transformer, rotate
-from hpctrain.parallel.linear import ColumnLinear, RowLinear, column_linears, row_linear
+from hpctrain.parallel.linear import (
+    ColumnLinear,
+    RowLinear,
+    column_linears,
+    row_linear,
+    row_partial,
+)
 from hpctrain.parallel.model import Cut
 from hpctrain.parallel.regions import TensorGroup, share
 from hpctrain.parallel.vocabulary import parallel_embedding
@@ -88,6 +95,8 @@ def cut_transformer(model: Transformer, group: TensorGroup) -> dict[str, Cut]:
         name = f"layers.{index}"
         _cut_attention(block.attention, f"{name}.attention", heads, group, cuts)
         _cut_ffn(block.ffn, f"{name}.ffn", dims, group, cuts)
+        if group.overlap:
+            _become(block, OverlappedBlock).group = group
     vocabulary = share(dims.vocab_size, group.size, group.rank)
     if model.embedding is not None:
         embedding = _become(model.embedding, ParallelEmbedding)
@@ -135,6 +144,11 @@ class ParallelAttention(Attention):
         return layers
 
     def forward(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+        y_BSF = self.inner(x_BSH, positions)
+        return row_linear(y_BSF, self.output.weight, self.output.bias, self.group)
+
+    def inner(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+        """What the output projection takes: this rank's heads, (B, S, F)."""
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
             for y in column_linears(x_BSH, self._layers(), self.group)
@@ -145,8 +159,7 @@ class ParallelAttention(Attention):
         if self._uneven is not None:
             k, v = k[:, :, self._uneven], v[:, :, self._uneven]
         y_BNSD = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        y_BSF = y_BNSD.transpose(1, 2).flatten(2)
-        return row_linear(y_BSF, self.output.weight, self.output.bias, self.group)
+        return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class ParallelFeedForward(FeedForward):
@@ -155,15 +168,59 @@ class ParallelFeedForward(FeedForward):
     group: TensorGroup
 
     def forward(self, x_BSH: Tensor) -> Tensor:
+        return row_linear(self.inner(x_BSH), self.down.weight, self.down.bias, self.group)
+
+    def inner(self, x_BSH: Tensor) -> Tensor:
+        """What the down projection takes: this rank's channels, (B, S, F)."""
         linears = [self.up] if self.gate is None else [self.up, self.gate]
         layers: list[tuple[Tensor, Tensor | None]]
         layers = [(linear.weight, linear.bias) for linear in linears]
         y, *gate = column_linears(x_BSH, layers, self.group)
         if gate:
-            y = nn.functional.silu(gate[0]) * y
-        else:
-            y = nn.functional.gelu(y, approximate="tanh")
-        return row_linear(y, self.down.weight, self.down.bias, self.group)
+            return nn.functional.silu(gate[0]) * y
+        return nn.functional.gelu(y, approximate="tanh")
+
+
+class OverlappedBlock(Block):
+    """A block that hides its sums behind compute (Domino, Wang et al. 2024, row-wise split).
+
+    The samples are cut in two halves. While the output of one is summed over the ranks, the
+    other is computed::
+
+        attention 1 │ attention 2 │ ffn 1       │ ffn 2
+                    │ sum 1 ····· │ sum 2 ····· │ sum 1 ····· │ sum 2
+    """
+
+    group: TensorGroup
+
+    def forward(self, x_BSH: Tensor, positions: Tensor, keys: Tensor | None = None) -> Tensor:
+        if x_BSH.shape[0] < 2:
+            return super().forward(x_BSH, positions, keys)
+        halves = x_BSH.chunk(2)
+        keys_of = (None, None) if keys is None else keys.chunk(2)
+        places = positions.chunk(2) if positions.dim() == 2 else (positions, positions)
+        attention, ffn, group = self.attention, self.ffn, self.group
+        assert isinstance(attention, ParallelAttention)
+        assert isinstance(ffn, ParallelFeedForward)
+        begun = []
+        for x, place in zip(halves, places, strict=True):
+            y = attention.inner(self.attention_norm(x), place)
+            begun.append(group.start_leave(row_partial(y, attention.output.weight, group)))
+        middle, ends = [], []
+        for x, key, place, finish in zip(halves, keys_of, places, begun, strict=True):
+            y = _biased(finish(), attention.output.bias)
+            middle.append(x + self.attention_dropout(y, key, place))
+            z = ffn.inner(self.ffn_norm(middle[-1]))
+            ends.append(group.start_leave(row_partial(z, ffn.down.weight, group)))
+        outputs = []
+        for x, key, place, finish in zip(middle, keys_of, places, ends, strict=True):
+            z = _biased(finish(), ffn.down.bias)
+            outputs.append(x + self.ffn_dropout(z, key, place))
+        return torch.cat(outputs)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 class ParallelEmbedding(Embedding):

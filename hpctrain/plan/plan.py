@@ -16,10 +16,12 @@ from hpctrain.plan.advice import Warning, warnings
 from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.job import strategy_of, workload_of
 from hpctrain.plan.memory import StageMemory, limit
+from hpctrain.plan.pipeline import form_of, has_form
 from hpctrain.plan.search import Candidate, Found, Space, search
 from hpctrain.plan.software import DEFAULT_STACK, Fitted
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
+from hpctrain.schedule import Costs, Timeline, make, simulate
 from hpctrain.spec.job import JobSpec, ParallelSpec
 
 NODE_MTBF = 250 * 86400.0
@@ -29,6 +31,8 @@ STORAGE = 1e9
 """Bytes/s that a node writes to a parallel file system, where nothing was measured."""
 STORAGE_LIMIT = 100e9
 """Bytes/s that a file system takes from all nodes together, where nothing was measured."""
+_ACTIONS = 200_000
+"""Longest table of actions that is run: about a second."""
 _LIKELY = 1.645
 """Standard deviations of an interval that holds nine in ten."""
 
@@ -170,6 +174,16 @@ class Plan:
         return warnings(self.work, self.strategy, self.step, self.memory, self.limit)
 
     @cached_property
+    def timeline(self) -> Timeline | None:
+        """The schedule's own table of actions run with this plan's times; None without a
+        pipeline, and where the table is too long to be worth it."""
+        layout = self.strategy.layout
+        actions = 3 * layout.pp * self.strategy.virtual * self.step.micro_batches
+        if layout.pp == 1 or actions > _ACTIONS:
+            return None
+        return simulate_schedule(self)
+
+    @cached_property
     def placement(self) -> Placement:
         """The cheapest order of axes and nodes for this layout's traffic."""
         return place(self.strategy.layout, self.fabric, traffic(self.work, self.strategy), swaps=0)
@@ -233,6 +247,37 @@ def make_plan(
         return plan
     better = best_alternatives(plan, model, found, alternatives)
     return replace(plan, alternatives=tuple(better), found=found)
+
+
+def simulate_schedule(plan: Plan) -> Timeline:
+    """One step of the schedule's table, every stage with its own blocks, head and embedding."""
+    strategy, step = plan.strategy, plan.step
+    pp, virtual = strategy.layout.pp, strategy.virtual
+    name = form_of(strategy.schedule, virtual).name
+    if not has_form(strategy.schedule):
+        name = strategy.schedule
+    table = make(
+        name, ranks=pp, micro_batches=step.micro_batches, chunks=virtual, transfers=False
+    )
+    block = step.layer
+    inputs = block.total - block.forward.total - block.weights
+    stages = table.stages.stages
+    share = [step.layers[table.stages.routes[0][s]] / virtual for s in range(stages)]
+    # what a stage does beside its blocks is split over the passes as a block is
+    own = [0.0] * stages
+    for rank, seconds in enumerate(step.stages):
+        mine = [s for s in range(stages) if table.stages.routes[0][s] == rank]
+        rest = seconds - step.layers[rank] * block.total
+        at = mine[-1] if rank == table.stages.routes[0][-1] else mine[0]
+        own[at] += rest
+    parts = (block.forward.total, inputs, block.weights)
+    costs = [
+        tuple(part * (n + extra / block.total) for n, extra in zip(share, own, strict=True))
+        for part in parts
+    ]
+    return simulate(
+        table, Costs(forward=costs[0], input_grad=costs[1], weight_grad=costs[2])
+    )
 
 
 def job_space() -> Space:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.runtime.context import RankContext
 from hpctrain.runtime.environment import RankEnvironment
+from hpctrain.runtime.waiting import barrier
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,6 @@ def bootstrap(
     local_rank = mates.index(comm.rank)
     host = environment.node_name or socket.gethostname()
 
-    import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -107,13 +107,13 @@ def bootstrap(
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=None if own.type == "cpu" else own,
     )
-    from torch.distributed.device_mesh import DeviceMesh
+    from hpctrain.runtime.communicators import Communicators
+    from hpctrain.runtime.counting import Counter
+    from hpctrain.runtime.mpi_counting import counted_comm
 
-    from hpctrain.layout import DENSE_AXES
-
-    mesh = DeviceMesh(
-        own.type, torch.from_numpy(grid.rank_array()), mesh_dim_names=tuple(DENSE_AXES)
-    )
+    counter = Counter()
+    counter.install(own.type)
+    communicators = Communicators(comm, grid, nodes, own, counter)
     return RankContext(
         rank=comm.rank,
         world_size=comm.size,
@@ -123,10 +123,11 @@ def bootstrap(
         local_size=len(mates),
         host=host,
         device=own,
-        comm=comm,
+        comm=counted_comm(comm, counter, "control"),
         grid=grid,
-        mesh=mesh,
+        mesh=communicators.mesh,
         environment=environment,
+        communicators=communicators,
     )
 
 
@@ -134,7 +135,8 @@ def shut_down(context: RankContext) -> None:
     """Leave the process group together; MPI is finalised at exit."""
     import torch.distributed as dist
 
-    context.comm.Barrier()
+    barrier(context.comm)
+    context.communicators.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from hpctrain.layout import RankGrid
+    from hpctrain.runtime.communicators import Communicators
     from hpctrain.runtime.environment import RankEnvironment
 
 
@@ -30,6 +31,7 @@ class RankContext:
         grid: rank <-> coordinates on every axis.
         mesh: torch DeviceMesh over ``grid``'s rank array, the data plane.
         environment: what launcher and scheduler said.
+        communicators: process groups and MPI communicators by axis, and what they count.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class RankContext:
     grid: RankGrid
     mesh: DeviceMesh
     environment: RankEnvironment
+    communicators: Communicators
 
     @property
     def is_first(self) -> bool:

@@ -1,192 +1,198 @@
-"""Short measurements of a node: matrix products, attention, memory, launches, collectives, files.
+"""What the links between ranks really do: latency and bandwidth of pairs, cost of groups.
 
-Each returns plain numbers; hpctrain.plan.measured turns them into a calibration. Collectives run
-in processes of their own, one a rank, over gloo on processors and NCCL or RCCL on devices.
+Started as MPI ranks by ``hpctrain topo --measure``::
+
+    mpiexec -n 8 python -m mpi4py -m hpctrain.runtime.measure REQUEST ANSWER
+
+REQUEST and ANSWER are JSON files; rank 0 writes the answer. Messages go where a training's
+gradients go, through torch.distributed.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+if TYPE_CHECKING:
+    from hpctrain.runtime.context import RankContext
 
-_REPEATS = 7
-_TIMEOUT = timedelta(seconds=120)
-
-
-def clock(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Median seconds of a call, once warmed up."""
-    run()
-    wait(device)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+MOST_RANKS = 16
+"""Up to here all pairs of ranks are measured, above one rank of each node with each other."""
+MOST_NODES = 64
+_LEAST_SECONDS = 0.03
+_LARGEST = 2**26
+_ROUND_TRIPS = 20
 
 
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def chosen_ranks(nodes: Sequence[int]) -> list[int]:
+    """Ranks whose pairs are measured: all, or the first of each node and all of node 0.
+
+    Args:
+        nodes: node number of each rank.
+    """
+    if len(nodes) <= MOST_RANKS:
+        return list(range(len(nodes)))
+    first: dict[int, int] = {}
+    for rank, node in enumerate(nodes):
+        first.setdefault(node, rank)
+    leaders = list(first.values())[:MOST_NODES]
+    near = [rank for rank, node in enumerate(nodes) if node == nodes[0]][:MOST_RANKS]
+    return sorted({*leaders, *near})
 
 
-def device_name(device: torch.device) -> str:
-    """As the driver names it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return "CPU"
+def measure_links(context: RankContext) -> dict[str, Any]:
+    """Latency and bandwidth between pairs of ranks, one pair at a time; collective.
 
+    Returns:
+        On rank 0 ``ranks`` (those measured), ``latency`` (seconds one way) and ``bandwidth``
+        (bytes/s from the row's rank to the column's), null where not measured; empty elsewhere.
+    """
+    import torch
+    import torch.distributed as dist
 
-def products(
-    device: torch.device, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]]
-) -> list[tuple[int, int, int, float]]:
-    """Seconds of (m, k) by (k, n) products: each as (m, n, k, seconds)."""
-    found = []
-    for m, n, k in shapes:
-        a = torch.randn(m, k, device=device).to(dtype)
-        b = torch.randn(k, n, device=device).to(dtype)
-        out = torch.empty(m, n, device=device, dtype=dtype)
-        found.append((m, n, k, clock(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)))  # type: ignore[misc]
-    return found
-
-
-def attention(
-    device: torch.device, dtype: torch.dtype, sequence: int, heads: int, head_dim: int
-) -> tuple[float, float]:
-    """Seconds of causal attention on one sample: forward, and forward with backward."""
-    shape = (1, heads, sequence, head_dim)
-    q, k, v = (
-        torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)
-    )
-    grad = torch.ones(shape, device=device, dtype=dtype)
-
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def both() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
-
-    return clock(forward, device), clock(both, device)
-
-
-def copy(device: torch.device, size: int) -> float:
-    """Seconds to copy ``size`` bytes within memory; twice that many are moved."""
-    source = torch.empty(size // 4, dtype=torch.float32, device=device).fill_(1.0)
-    target = torch.empty_like(source)
-    return clock(lambda: target.copy_(source), device)
-
-
-def elementwise(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
-    """Seconds and bytes of a residual addition on ``size`` elements."""
-    a, b = (torch.ones(size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    seconds = clock(lambda: torch.add(a, b, out=out), device)
-    return seconds, 3.0 * size * a.element_size()
-
-
-def launches(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of a tiny block's forward and backward pass, in which nothing but launching counts."""
-    from hpctrain.model.transformer import Block
-    from hpctrain.spec.transformer import TransformerDims
-
-    dims = TransformerDims(
-        layers=1,
-        hidden=64,
-        heads=2,
-        kv_heads=2,
-        ffn_hidden=128,
-        vocab_size=64,
-        max_positions=8,
-    )
-    block = Block(dims, 0, device=device, dtype=dtype)
-    x = torch.randn(1, 8, 64, device=device).to(dtype).requires_grad_()
-    positions = torch.arange(8, device=device)
-
-    def both() -> None:
-        block(x, positions).sum().backward()
-
-    return clock(both, device, 3 * _REPEATS)
-
-
-def write_rate(directory: Path, size: int) -> float:
-    """Bytes/s of one file of ``size`` bytes, until it is durable."""
-    data = os.urandom(min(size, 1 << 24))
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".hpctrain-measure-") as stream:
-        start = time.perf_counter()
-        for _ in range(max(1, size // len(data))):
-            stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-        return size / (time.perf_counter() - start)
-
-
-def gathers(
-    device_type: str, ranks: int, sizes: Sequence[int]
-) -> list[tuple[int, float]]:
-    """Seconds of all-gathers whose result has the given sizes in bytes, between ``ranks``
-    processes of this host."""
-    context = torch.multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="hpctrain-measure-") as directory:
-        queue = context.SimpleQueue()
-        members = [
-            context.Process(
-                target=_gather_rank, args=(rank, ranks, device_type, tuple(sizes), directory, queue)
-            )
-            for rank in range(ranks)
-        ]
-        for member in members:
-            member.start()
-        for member in members:
-            member.join()
-        failed = [member.exitcode for member in members if member.exitcode]
-        if failed:
-            raise RuntimeError(f"a rank that measures collectives left with {failed[0]}")
-        found = queue.get()
-    return [(int(size), float(seconds)) for size, seconds in found]
-
-
-def _gather_rank(
-    rank: int,
-    ranks: int,
-    device_type: str,
-    sizes: Sequence[int],
-    directory: str,
-    queue: torch.multiprocessing.SimpleQueue,  # type: ignore[type-arg,name-defined]
-) -> None:
-    torch.set_num_threads(1)
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=ranks,
-        timeout=_TIMEOUT,
-    )
-    found = []
-    for size in sizes:
-        part = torch.ones(max(1, size // ranks // 4), device=device)
-        whole = torch.empty(ranks * part.numel(), device=device)
-
-        def once(whole: torch.Tensor = whole, part: torch.Tensor = part) -> None:
-            dist.all_gather_into_tensor(whole, part)
-
-        dist.barrier()
-        found.append((size, clock(once, device)))
-    if rank == 0:
-        queue.put(found)
+    rank, device = context.rank, context.device
+    chosen = chosen_ranks(context.communicators.nodes)
+    nodes = context.communicators.nodes
+    mine: list[tuple[int, int, float, float]] = []
+    signal = torch.zeros(1, device=device)
+    for i, a in enumerate(chosen):
+        for b in chosen[i + 1 :]:
+            if len(nodes) > MOST_RANKS and nodes[a] == nodes[b] and nodes[a] != nodes[0]:
+                continue
+            # Nobody else may be on the link; gloo's barrier sleeps, MPI's would burn cores.
+            dist.barrier()
+            if rank in (a, b):
+                other = b if rank == a else a
+                latency = _latency(signal, other, rank == a)
+                there = _bandwidth(other, rank == a, latency, device)
+                back = _bandwidth(other, rank == b, latency, device)
+                mine.append((rank, other, latency, there if rank == a else back))
     dist.barrier()
-    dist.destroy_process_group()
+    everyone = context.comm.gather(mine)
+    if everyone is None:
+        return {}
+    place = {rank: number for number, rank in enumerate(chosen)}
+    empty: list[list[float | None]] = [[None] * len(chosen) for _ in chosen]
+    latencies, rates = empty, [list(row) for row in empty]
+    for rows in everyone:
+        for source, to, latency, rate in rows:
+            latencies[place[source]][place[to]] = latency
+            rates[place[source]][place[to]] = rate
+    return {"ranks": chosen, "latency": latencies, "bandwidth": rates}
+
+
+def _latency(signal: Any, other: int, first: bool) -> float:
+    """Half of the median round trip of a message of four bytes, seconds."""
+    import torch.distributed as dist
+
+    times = []
+    for _ in range(_ROUND_TRIPS):
+        began = time.perf_counter()
+        if first:
+            dist.send(signal, other)
+            dist.recv(signal, other)
+        else:
+            dist.recv(signal, other)
+            dist.send(signal, other)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:]) / 2
+
+
+def _bandwidth(other: int, sends: bool, latency: float, device: Any) -> float:
+    """Bytes/s of messages one way, of a size that takes long enough to be timed."""
+    import torch
+    import torch.distributed as dist
+
+    size = 2**16
+    while True:
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        answer = torch.zeros(1, device=device)
+        for _ in range(2):  # the first one opens windows and touches memory
+            began = time.perf_counter()
+            if sends:
+                dist.send(message, other)
+                dist.recv(answer, other)
+            else:
+                dist.recv(message, other)
+                dist.send(answer, other)
+            seconds = time.perf_counter() - began
+        # Both sides have to agree on going on: the sender's clock decides.
+        verdict = torch.tensor([seconds], dtype=torch.float64, device=device)
+        if sends:
+            dist.send(verdict, other)
+        else:
+            dist.recv(verdict, other)
+        seconds = float(verdict)
+        if seconds >= _LEAST_SECONDS or size >= _LARGEST:
+            return size / max(seconds - latency, 1e-9)
+        size = min(_LARGEST, size * max(2, min(64, int(1.5 * _LEAST_SECONDS / seconds))))
+
+
+def describe_rank(context: RankContext, profile: Any, ranks_per_node: int) -> dict[str, Any]:
+    """Where this rank is, and where that differs from what the profile plans."""
+    from hpctrain.machine.compare import compare, compare_rank
+    from hpctrain.machine.cpuset import format_cpuset
+    from hpctrain.machine.probe import probe_node
+
+    node = probe_node()
+    warnings = compare(profile, node) if context.local_rank == 0 else []
+    warnings += compare_rank(profile, node, context.local_rank, ranks_per_node)
+    return {
+        "rank": context.rank,
+        "host": context.host,
+        "node": context.node,
+        "cores": format_cpuset(node.allowed),
+        "device": str(context.device),
+        "topology": context.environment.topology,
+        "warnings": warnings,
+    }
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: bootstrap as a training would, measure, and gather; the answer on rank 0."""
+    from hpctrain.layout import RankGrid
+    from hpctrain.machine import get_machine
+    from hpctrain.runtime.bootstrap import bootstrap, shut_down, start_mpi
+    from hpctrain.runtime.environment import RankEnvironment
+
+    comm = start_mpi()
+    grid = RankGrid.from_sizes(request["sizes"], request["order"], request["permutation"])
+    context = bootstrap(comm, grid, RankEnvironment.read())
+    profile = get_machine(request["machine"])
+    ranks = context.comm.gather(describe_rank(context, profile, request["ranks_per_node"]))
+    links = measure_links(context)
+    costs = context.comm.gather([asdict(cost) for cost in context.communicators.costs])
+    answer: dict[str, Any] = {}
+    if ranks is not None and costs is not None:
+        answer = {
+            "ranks": ranks,
+            "links": links,
+            "groups": {
+                "count": len(costs[0]),
+                "seconds": max(sum(one["seconds"] for one in rank) for rank in costs),
+                "rss_bytes": max(sum(one["rss_bytes"] for one in rank) for rank in costs),
+                "each": costs[0],
+            },
+        }
+    shut_down(context)
+    return answer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """``measure REQUEST ANSWER``, on every rank."""
+    request, answer = map(Path, arguments)
+    found = run(json.loads(request.read_text()))
+    if found:
+        aside = answer.with_suffix(".tmp")
+        aside.write_text(json.dumps(found))
+        aside.replace(answer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

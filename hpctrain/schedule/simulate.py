@@ -104,6 +104,24 @@ class Timeline:
         rows = (_memory_changes(self, rank) for rank in range(self.schedule.ranks))
         return tuple(max(accumulate(change for _, change in row), default=0.0) for row in rows)
 
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the most micro-batches it has between F and its last backward pass.
+
+        What ``Memory.in_flight`` asks for; of a stage that is held twice, the larger count.
+        """
+        stages = self.schedule.stages.stages
+        most = [0] * stages
+        for row in self.schedule.program.steps:
+            live = [0] * stages
+            for code, stage, *_ in row:
+                if code == F:
+                    live[stage] += 1
+                    most[stage] = max(most[stage], live[stage])
+                elif code in (B, W):
+                    live[stage] -= 1
+        return tuple(most)
+
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """Activations held by a rank over time: (from when on, how many), times ascending.
 

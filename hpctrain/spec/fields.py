@@ -5,6 +5,7 @@ Each reads what people write, says what would be right, and has its JSON Schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -86,10 +87,19 @@ def _number(value: Any) -> float:
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise ValueError(f"found {show(value)}; a number belongs here")
-    number = float(found)
-    if number != number or number in (float("inf"), float("-inf")):
+    number = _finite(found)
+    if number is None:
         raise ValueError(f"found {show(value)}; a finite number belongs here")
     return number
+
+
+def _finite(number: int | float) -> float | None:
+    """The number as a float, None where that is infinite, not a number, or too large."""
+    try:
+        found = float(number)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _boolean(value: Any) -> bool:
@@ -120,12 +130,15 @@ def _seconds(value: Any) -> float:
         digits = found.rstrip("abcdefghijklmnopqrstuvwxyz ")
         unit = found[len(digits) :].strip()
         try:
-            return float(digits) * factor[unit]
+            found = float(digits) * factor[unit]
         except (ValueError, KeyError):
-            raise ValueError(f"found {found!r}; write seconds, or 90s, 3m, 1h") from None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 0:
+            found = None
+    number = None
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        number = _finite(found)
+    if number is None or number < 0:
         raise ValueError(f"found {show(value)}; write seconds, or 90s, 3m, 1h")
-    return float(found)
+    return number
 
 
 def _auto(value: Any) -> Any:
@@ -204,6 +217,14 @@ OptionalCount = Annotated[
     BeforeValidator(_or_nothing(_integer)),
     AfterValidator(_positive),
     WithJsonSchema({"anyOf": [*_COUNT_SCHEMA["anyOf"], {"type": "null"}]}),
+]
+OptionalAutoCount = Annotated[
+    int | Literal["auto"] | None,
+    BeforeValidator(_or_nothing(_auto)),
+    AfterValidator(lambda value: value if value is None else _at_least_one(value)),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}
+    ),
 ]
 OptionalNumber = Annotated[float | None, BeforeValidator(_or_nothing(_number))]
 OptionalSize = Annotated[

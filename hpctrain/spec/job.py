@@ -7,7 +7,7 @@ print; they are written once, here.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from hpctrain.spec.fields import (
     CountOrZero,
     Line,
     Number,
+    OptionalAutoCount,
     OptionalCount,
     OptionalLine,
     OptionalNumber,
@@ -29,6 +30,7 @@ from hpctrain.spec.fields import (
     Seconds,
     Section,
     Text,
+    Walltime,
     show,
 )
 from hpctrain.spec.transformer import TransformerDims
@@ -225,6 +227,11 @@ class ParallelSpec(Section):
         description="With tensor above 1: norms, dropout and residuals are shared along the "
         "sequence too (sequence parallelism); needs data.sequence_length divisible by tensor.",
     )
+    overlap: Boolean = Field(
+        False,
+        description="With tensor above 1: each block works on one half of a micro-batch while "
+        "the other half is summed over the ranks (Domino); needs micro-batches of 2 or more.",
+    )
     tensor_plan: TensorPlanSpec = Field(
         default_factory=lambda: TensorPlanSpec(),
         description="Which linears of your own model tensor parallelism cuts.",
@@ -262,18 +269,29 @@ class ParallelSpec(Section):
     data: AutoCount = Field(
         "auto", description="Data-parallel ranks; auto takes all that the other axes leave."
     )
-    sharding: Annotated[Literal["none", "zero2", "zero3"], Plain] = Field(
+    sharding: Annotated[Literal["none", "zero1", "zero2", "zero3"], Plain] = Field(
         "none",
         description="What data-parallel ranks shard: none (DDP: every rank holds everything), "
-        "zero2 (FSDP2: gradients and optimizer states; parameters stay gathered between "
-        "forward and backward), zero3 (FSDP2: parameters too).",
+        "zero1 (optimizer states, in whole blocks), zero2 (FSDP2: gradients and optimizer "
+        "states; parameters stay gathered between forward and backward), zero3 (FSDP2: "
+        "parameters too).",
     )
     shard: Annotated[int | Literal["auto", "node"], BeforeValidator(_shard_size)] = Field(
         "auto",
         description="Data-parallel ranks that share one copy of what is sharded: auto is all of "
         "them; node as many as fit a node, with copies between nodes (hybrid sharding, MiCS); "
-        "or a number.",
+        "or a number. With zero2 and zero3; zero1 takes all of them.",
     )
+    prefetch: CountOrZero = Field(
+        0,
+        description="zero2, zero3 without a pipeline: blocks gathered ahead of the one that "
+        "computes; each takes the memory of a gathered block. 0: FSDP2's own choice, about one.",
+    )
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 shards gradients and parameters."""
+        return self.sharding in ("zero2", "zero3")
 
 
 class DataSpec(Section):
@@ -340,6 +358,40 @@ class LossSpec(Section):
     args: Arguments = Field(default_factory=dict, description="Keyword arguments of the loss.")
 
 
+class OptimizerSpec(Section):
+    """What turns gradients into updates; lr, betas, eps and weight_decay stand in `train`."""
+
+    scalar_key: ClassVar[str | None] = "kind"
+
+    kind: Annotated[Literal["adamw", "muon", "shampoo"], Plain] = Field(
+        "adamw",
+        description="adamw; or muon or shampoo for the matrices of the layers, with AdamW for "
+        "embeddings, output layer, norms and biases.",
+    )
+    adamw: tuple[Line, ...] = Field(
+        (),
+        description="muon, shampoo: patterns of the names of further parameters that AdamW "
+        "takes, such as head.* of your own model.",
+    )
+    momentum: Fraction = Field(0.95, description="muon: momentum.")
+    nesterov: Boolean = Field(True, description="muon: look ahead.")
+    iterations: Count = Field(5, description="muon: Newton-Schulz steps.")
+    scale: Annotated[Literal["match-rms", "spectral"], Plain] = Field(
+        "match-rms",
+        description="muon: factor of an m x n matrix's update: 0.2·√max(m, n), which takes "
+        "AdamW's learning rates, or √max(1, m/n), which wants about 0.02.",
+    )
+    block: Count = Field(
+        1024, description="shampoo: longest side of the blocks that matrices are cut into."
+    )
+    interval: Count = Field(
+        10, description="shampoo: steps between computations of the preconditioners' roots."
+    )
+    damping: Positive = Field(
+        1e-6, description="shampoo: ridge, as a fraction of the largest eigenvalue."
+    )
+
+
 class TrainSpec(Section):
     """The optimisation."""
 
@@ -349,6 +401,9 @@ class TrainSpec(Section):
         "auto",
         description="Samples a rank takes in one forward pass; the rest of its share is "
         "accumulated. auto: all of its share.",
+    )
+    optimizer: OptimizerSpec = Field(
+        default_factory=lambda: OptimizerSpec(), description="What makes updates of gradients."
     )
     lr: Positive = Field(3e-4, description="Peak learning rate.")
     min_lr: NotNegative = Field(0.0, description="Learning rate at the end of the decay.")
@@ -406,11 +461,58 @@ class TrainSpec(Section):
         return self
 
 
+def _absolute(value: str | None) -> str | None:
+    if value is not None and not value.startswith("/"):
+        raise ValueError(f"found {value!r}; an absolute path belongs here, the same on every node")
+    return value
+
+
+AbsolutePath = Annotated[OptionalText, AfterValidator(_absolute)]
+
+
+class MemoryLevelSpec(Section):
+    """Checkpoints in the node's memory: survive a crash of the ranks, not of the node."""
+
+    every: OptionalCount = Field(None, description="Steps between them. [none are taken]")
+    path: Text = Field("/dev/shm", description="A tmpfs of the node.")  # noqa: S108
+
+
+class NodeLevelSpec(Section):
+    """Checkpoints on the node's own storage: survive a crash of the node's processes."""
+
+    every: OptionalCount = Field(None, description="Steps between them. [none are taken]")
+    keep: Count = Field(1, description="Newest ones kept.")
+    path: AbsolutePath = Field(
+        None,
+        description="A directory that each node has for itself, for example on NVMe; absolute.",
+    )
+
+    @model_validator(mode="after")
+    def _has_path(self) -> Self:
+        if self.every is not None and self.path is None:
+            raise ValueError("every is given and path is not: where do the nodes keep them?")
+        return self
+
+
+class PartnerLevelSpec(Section):
+    """A copy on another node: survives the loss of a node."""
+
+    every: OptionalCount = Field(None, description="Steps between them. [none are taken]")
+    keep: Count = Field(1, description="Newest ones kept.")
+    path: AbsolutePath = Field(
+        None,
+        description="Directory of the receiving node where copies are kept. [checkpoint.node.path, "
+        "else checkpoint.memory.path]",
+    )
+
+
 class CheckpointSpec(Section):
     """When and where training state is saved."""
 
-    every: OptionalCount = Field(
-        None, description="Steps between checkpoints. [a tenth of train.steps]"
+    every: OptionalAutoCount = Field(
+        None,
+        description="Steps between checkpoints; auto works it out from their measured cost and "
+        "`mtbf` (Young, Daly). [a tenth of train.steps]",
     )
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     path: OptionalText = Field(
@@ -420,6 +522,37 @@ class CheckpointSpec(Section):
         "continue",
         description="When a checkpoint cannot be written (no space, quota, I/O error): train on "
         "with the previous one, or stop.",
+    )
+    mtbf: Walltime = Field(
+        86400, description="Mean time between failures of the whole job, for `every: auto`."
+    )
+    background: Boolean = Field(
+        True, description="Train on while a checkpoint is copied and written."
+    )
+    buffers: Annotated[Count, Field(le=8)] = Field(
+        2,
+        description="Checkpoints in flight at most. Each takes as much host memory as the rank's "
+        "share of the state.",
+    )
+    when_busy: Annotated[Literal["wait", "skip"], Plain] = Field(
+        "wait", description="Where all buffers are in use: wait for one, or skip the checkpoint."
+    )
+    files: Annotated[Literal["auto", "one", "node", "rank"], Plain] = Field(
+        "auto",
+        description="HDF5 files a checkpoint: one, one a node, one a rank; auto chooses by the "
+        "file system (hpctrain checkpoint tune measures).",
+    )
+    bandwidth: OptionalSize = Field(
+        None, description="Bytes a second that a rank writes in the background at most. [no cap]"
+    )
+    memory: MemoryLevelSpec = Field(
+        default_factory=lambda: MemoryLevelSpec(), description="Level in the node's memory."
+    )
+    node: NodeLevelSpec = Field(
+        default_factory=lambda: NodeLevelSpec(), description="Level on the node's storage."
+    )
+    partner: PartnerLevelSpec = Field(
+        default_factory=lambda: PartnerLevelSpec(), description="Level on a partner node."
     )
 
 

@@ -82,7 +82,7 @@ def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         data=parallel.data,
-        shard=1 if parallel.sharding == "none" else parallel.shard,
+        shard=parallel.shard if parallel.fsdp else 1,
         ranks_per_node=ranks_per_node,
     )
 
@@ -157,6 +157,13 @@ def check(job: Job) -> None:
     tensor = spec.parallel.tensor
     if tensor > 1 and spec.model.module is None:
         _check_tensor(job, tensor)
+    kind = spec.train.optimizer.kind
+    if kind != "adamw" and (tensor > 1 or spec.parallel.fsdp):
+        key = "parallel.tensor" if tensor > 1 else "parallel.sharding"
+        cut = f"{tensor} tensor-parallel ranks" if tensor > 1 else spec.parallel.sharding
+        right = "1" if tensor > 1 else "zero1 or none"
+        message = f"{kind} needs whole matrices, which {cut} would cut; set {key}: {right}"
+        raise _impossible(job, key, message)
 
 
 def _check_tensor(job: Job, tensor: int) -> None:

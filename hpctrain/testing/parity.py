@@ -61,6 +61,7 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
     from hpctrain.layout import RankGrid
     from hpctrain.runtime.bootstrap import bootstrap, start_mpi
     from hpctrain.runtime.environment import RankEnvironment
+    from hpctrain.runtime.waiting import barrier
     from hpctrain.spec.resolve import layout_of
 
     comm = start_mpi()
@@ -77,7 +78,7 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
             if key not in references:
                 references[key] = _train(_alone(context), _spec(job, 1, options), steps)
             reports.append(_compare(found, references[key]))
-    comm.Barrier()
+    barrier(comm)  # rank 0 trains alone meanwhile
     return reports
 
 
@@ -120,13 +121,13 @@ def _alone(context: Any) -> Any:
 
 def _train(context: Any, spec: Any, steps: int) -> dict[str, Any]:
     """Losses, norms and the gradients of every step (on rank 0, whole tensors by name)."""
-    from hpctrain.optim.adamw import build_optimizer
+    from hpctrain.parallel.optimizer import make_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.train.agreement import agree
     from hpctrain.train.step import Stepper
 
     model = parallelize(spec, context)
-    optimizer = build_optimizer(model.parameters(), spec.train)
+    optimizer = make_optimizer(model, spec)
     stepper = Stepper(model, optimizer, spec)
     losses, norms, gradients = [], [], []
     for step in range(1, steps + 1):

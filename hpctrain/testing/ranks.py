@@ -110,6 +110,7 @@ def _main(folder: Path) -> None:
     from mpi4py import MPI
 
     call = json.loads((folder / "call.json").read_text())
+    sys.path.insert(0, str(Path(call["file"]).parent))  # as pytest does for its own modules
     spec = importlib.util.spec_from_file_location("_hpctrain_ranks_target", call["file"])
     assert spec is not None
     assert spec.loader is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CheckpointError, RankFailedError
+from hpctrain.io.saver import Outcome
 from hpctrain.optim.schedule import learning_rate
 from hpctrain.records import StepRecord
 from hpctrain.runtime.stopping import REASONS, StopWatch
@@ -35,6 +36,7 @@ class Trainer:
     checkpointer: Checkpointer
     recorder: Recorder
     stopwatch: StopWatch
+    _step_seconds: float = 0.0
 
     def run(self) -> str:
         """Train to the last step; returns the reason where all agreed to stop before it.
@@ -48,17 +50,12 @@ class Trainer:
         while state.step < train.steps:
             stop = self.step()
             last = state.step == train.steps
-            if last or stop or state.step % self._every == 0:
-                self._checkpoint(stop)
+            self._conclude(self.checkpointer.poll(self._step_seconds), stop)
+            if last or stop or self.checkpointer.due(state.step):
+                self._checkpoint(stop, wait=last or bool(stop))
             if stop and not last:
                 return REASONS[stop]
         return ""
-
-    @property
-    def _every(self) -> int:
-        every = self.spec.checkpoint.every
-        assert every is not None, "a resolved job has an interval"
-        return every
 
     def step(self) -> int:
         """Take one optimizer step; returns the reason to stop that all agreed on, 0 for none."""
@@ -71,6 +68,7 @@ class Trainer:
         mean_loss, grad_norm = float(loss), float(norm)  # waits for the device
         seconds = time.perf_counter() - began
         agreed = agree(self.context.comm, mean_loss, seconds, self.stopwatch.reason())
+        self._step_seconds = agreed.seconds
         state.step += 1
         state.tokens += batches.units_per_step
         state.samples += batches.global_batch
@@ -99,24 +97,38 @@ class Trainer:
             )
         return agreed.stop
 
-    def _checkpoint(self, stop: int) -> None:
+    def _checkpoint(self, stop: int, *, wait: bool) -> None:
         state, recorder = self.state, self.recorder
         if stop:
             recorder.state("stopping", state.step, REASONS[stop])
             recorder.event("signal", REASONS[stop], step=state.step)
         try:
-            report = self.checkpointer.save(state)
+            outcomes = self.checkpointer.save(state, wait=wait)
         except CheckpointError as error:
-            recorder.event("checkpoint_failed", str(error), step=state.step)
-            if self.spec.checkpoint.on_error == "stop":
-                raise
-            return
-        recorder.durable_step = state.step
-        recorder.state("stopping" if stop else "running", state.step, REASONS[stop])
-        recorder.event(
-            "checkpoint",
-            f"step {state.step} is durable in {report.path} ({report.seconds:.2f} s)",
-            step=state.step,
-            bytes=report.bytes,
-            seconds=report.seconds,
-        )
+            outcomes = [Outcome.failed(state.step, error)]
+        self._conclude(outcomes, stop)
+
+    def _conclude(self, outcomes: list[Outcome], stop: int) -> None:
+        """Tell how checkpoints ended; one that failed ends the job where it says so."""
+        state, recorder = self.state, self.recorder
+        for outcome in outcomes:
+            for warning in outcome.warnings:
+                message = f"checkpoint of step {outcome.step}: {warning}"
+                recorder.event("warning", message, step=outcome.step)
+            if outcome.error is not None:
+                recorder.event("checkpoint_failed", str(outcome.error), step=outcome.step)
+                if self.spec.checkpoint.on_error == "stop":
+                    raise outcome.error
+            elif outcome.path is not None:
+                recorder.durable_step = outcome.step
+                recorder.state("stopping" if stop else "running", state.step, REASONS[stop])
+                recorder.event(
+                    "checkpoint",
+                    f"step {outcome.step} is durable in {outcome.path} ({outcome.seconds:.2f} s)",
+                    step=outcome.step,
+                    bytes=outcome.bytes,
+                    seconds=outcome.seconds,
+                )
+        changed = self.checkpointer.adapt(outcomes)
+        if changed is not None:
+            recorder.event("checkpoint_interval", changed, step=state.step)

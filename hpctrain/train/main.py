@@ -67,7 +67,7 @@ def _train(
 
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
-    from hpctrain.optim.adamw import build_optimizer
+    from hpctrain.parallel.optimizer import make_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.train.checkpointing import Checkpointer
     from hpctrain.train.data import Batches, open_source
@@ -89,12 +89,13 @@ def _train(
     source = open_source(spec)
     seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
     model = parallelize(spec, context)
-    optimizer = build_optimizer(model.parameters(), spec.train)
+    optimizer = make_optimizer(model, spec)
     seed_everything(spec.train.seed, context.coordinate("dp"))
     state = TrainState(model, optimizer)
     root = Path(spec.checkpoint.path) if spec.checkpoint.path else run.checkpoints
     checkpointer = Checkpointer(root, spec, context)
     checkpointer.restore(state, launch.restore, recorder)
+    checkpointer.guard(state)
     progress["step"] = state.step
     batches = Batches(source, spec, context, start=state.samples)
     recorder.event(
@@ -118,6 +119,7 @@ def _train(
         reason = trainer.run()
     finally:
         progress["step"] = state.step
+    checkpointer.close(state.step, recorder.durable_step)
     batches.close()
     if reason:
         recorder.state("stopped", state.step, reason)

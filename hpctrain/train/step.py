@@ -59,17 +59,27 @@ class Stepper:
         self.train = spec.train
         self.loss = loss_of(spec, model)
         self.device = model.context.device
-        sharded = spec.parallel.sharding != "none"
+        sharded = spec.parallel.fsdp
         # FSDP2 casts by its own policy; autocast would cast what it already gathered.
         self._autocast = spec.train.precision == "bf16" and not sharded
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """Accumulate the gradients of a step's micro-batches; returns their mean loss.
+        """Accumulate the gradients of a step's micro-batches.
 
         Args:
             step: number of the step, 1 for the first.
             micro_batches: of this rank.
+
+        Returns:
+            Their mean loss. In a pipeline only ranks with a last stage know a loss: there it is
+            this rank's part of it times the number of pipeline ranks, so that the mean over all
+            ranks is the loss of the step with or without a pipeline.
         """
+        pipeline = self.model.pipeline
+        if pipeline is not None:
+            all_keys = [dropout_keys(self.train.seed, step, micro.keys) for micro in micro_batches]
+            part = pipeline.run(micro_batches, all_keys, self._compute)
+            return part * self.model.context.size("pp")
         count, model = len(micro_batches), self.model.whole
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):

@@ -75,7 +75,7 @@ def answer(command: str, cwd: Path) -> dict[str, Any]:
     return found
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 120.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "waited in vain"

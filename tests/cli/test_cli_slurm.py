@@ -61,7 +61,7 @@ class Site:
         return last is not None and last.step >= step
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 160.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "waited in vain"

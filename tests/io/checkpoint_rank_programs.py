@@ -12,6 +12,7 @@ import numpy as np
 from hpctrain.errors import CheckpointError
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
+from hpctrain.io.flush import WriteOptions
 from hpctrain.io.shards import TensorShard
 
 
@@ -140,17 +141,10 @@ def find_damaged(root: str) -> dict[str, Any]:
     return {"step": step, "skipped": skipped, "read": message}
 
 
-class UncheckedStore(CheckpointStore):
-    """For file systems that promise more space than they give, as a quota does."""
-
-    def _check_space(self, wanted: int) -> None:
-        return
-
-
 def save_on_full_disk(root: str, unchecked: bool, megabytes: int) -> dict[str, Any]:
     """A small checkpoint, then one that does not fit."""
-    kind = UncheckedStore if unchecked else CheckpointStore
-    store = kind(Path(root), SoloCommunicator(), keep=1)
+    write = WriteOptions(check_space=not unchecked)
+    store = CheckpointStore(Path(root), SoloCommunicator(), keep=1, write=write)
     small = [whole("model/w", numbers([1000]))]
     large = [*small, whole("model/x", np.zeros(megabytes << 18, np.float32))]
     store.save(1, small, scalars={}, per_rank={})

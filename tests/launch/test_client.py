@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import Exit, SchedulerError
-from hpctrain.slurm.client import (
+from hpctrain.slurm.answers import (
     JobInfo,
-    SlurmClient,
     parse_fields,
     parse_gpus,
     parse_time,
     parse_time_limit,
 )
+from hpctrain.slurm.client import SlurmClient
 from hpctrain.slurm.reasons import why_failed, why_pending
 from hpctrain.testing.slurm import SlurmCluster
 

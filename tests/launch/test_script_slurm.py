@@ -20,7 +20,7 @@ from hpctrain.machine import get_machine
 from hpctrain.records import StateRecord
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import SlurmClient, Submission, submit
-from hpctrain.slurm.client import parse_time, parse_time_limit
+from hpctrain.slurm.answers import parse_time, parse_time_limit
 from hpctrain.slurm.quoting import log_pattern, sbatch_quote
 from hpctrain.testing.slurm import SlurmCluster, unavailable
 from hpctrain.testing.slurmjobs import Job

@@ -93,6 +93,15 @@ def test_stages_can_keep_different_amounts():
     assert timeline.peak_activations == (6, 1)
 
 
+def test_micro_batches_in_flight_of_each_stage():
+    assert simulate(make("1f1b", ranks=4, micro_batches=8)).in_flight == (4, 3, 2, 1)
+    assert simulate(make("gpipe", ranks=2, micro_batches=5)).in_flight == (5, 5)
+    v = simulate(make("zb-v", ranks=4, micro_batches=8))
+    assert v.in_flight == (8, 7, 6, 5, 4, 3, 2, 1)
+    # rank 0 has the first and the last stage, which are not at their most at one time
+    assert (v.in_flight[0] + v.in_flight[-1]) / 2 >= v.peak_activations[0] == 4
+
+
 def test_offloaded_activations_leave_when_the_copy_ends():
     schedule = make("gpipe+offload", ranks=1, micro_batches=3, fraction=1.0, transfers=False)
     # F0 out F1 out F2 ... : copies of 1.5 follow one another, 1-2.5 and 2.5-4

@@ -1,0 +1,166 @@
+"""Puts a rank's executor together from its chunks, as :mod:`parallelize` made them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.pipeline import Pipeline
+from hpctrain.parallel.pipeline_exchange import Exchange
+from hpctrain.parallel.pipeline_gradients import (
+    ChunkGradients,
+    Replicated,
+    Sharded,
+    SummedCopies,
+)
+from hpctrain.parallel.pipeline_stages import (
+    Stages,
+    Wire,
+    sequential_shapes,
+    transformer_shapes,
+)
+from hpctrain.parallel.pipeline_vocabulary import Vocabulary
+from hpctrain.schedule.job import stage_layers
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from hpctrain.parallel.model import ParallelModel
+    from hpctrain.parallel.regions import TensorGroup
+    from hpctrain.parallel.split_backward import WeightGrads
+    from hpctrain.schedule import Schedule
+    from hpctrain.spec.job import JobSpec
+
+
+def wire_of(
+    spec: JobSpec, schedule: Schedule, group: TensorGroup | None, model: nn.Module | None = None
+) -> Wire:
+    """What passes between the stages of a job.
+
+    Args:
+        spec: resolved job.
+        schedule: of its pipeline.
+        group: tensor group, if any.
+        model: the user's whole model, cut as it will run.
+    """
+    bf16 = spec.train.precision == "bf16"
+    # Under autocast the residual stream is fp32, but what crosses the wire was computed in bf16.
+    stream = torch.bfloat16 if bf16 and spec.parallel.fsdp else torch.float32
+    dtype = torch.bfloat16 if bf16 else stream
+    stages = schedule.stages.stages
+    if model is None:
+        shards = group.size if group is not None and group.sequence else 1
+        return Wire(
+            transformer_shapes(stages, spec.model.transformer().hidden, shards), dtype, stream
+        )
+    layers = stage_layers(spec, len(list(model.children())), stages)
+    return Wire(sequential_shapes(model, layers), dtype, stream)
+
+
+def build_pipeline(
+    spec: JobSpec,
+    parallel: ParallelModel,
+    schedule: Schedule,
+    stages: Stages,
+    wire: Wire,
+    tensor: TensorGroup | None,
+    store: WeightGrads | None,
+) -> Pipeline:
+    """The executor of this rank; collective over no one.
+
+    Args:
+        spec: resolved job.
+        parallel: its chunks are the stages, wrapped.
+        schedule: with transfers.
+        stages: how the chunks came to be.
+        wire: what passes between stages.
+        tensor: tensor group, if any.
+        store: of weight gradients, where backward is split.
+    """
+    context = parallel.context
+    rank = context.coordinate("pp")
+    sharded = spec.parallel.fsdp
+    replicas = context.size("dp_replicate")
+    group = None
+    if not sharded and replicas > 1:
+        group = context.mesh["dp_replicate"].get_group()
+    gradients: list[ChunkGradients] = [
+        Sharded(cast("FSDPModule", chunk)) if sharded else Replicated(chunk.parameters(), group)
+        for chunk in parallel.chunks
+    ]
+    scale = 1.0 if sharded else 1.0 / replicas
+    own = spec.model.module is not None
+    vocabulary = None
+    if schedule.vocabulary:
+        vocabulary = Vocabulary(
+            parallel.chunks[-1],
+            parallel.cuts["embedding.tokens.weight"].offsets[0],
+            context.mesh["pp"].get_group(),
+            rank,
+            tensor,
+            wire,
+            schedule.vocabulary,
+            scale / schedule.micro_batches,
+        )
+    token_loss = parallel.token_loss
+    return Pipeline(
+        schedule,
+        rank,
+        parallel.chunks,
+        call=_call_own if own else _call,
+        loss=lambda output, batch: token_loss(output, batch[1]),
+        wire=wire,
+        exchange=Exchange(context.mesh["pp"].get_group(), context.device),
+        gradients=gradients,
+        copies=_second_copies(parallel, schedule, rank),
+        tied=_tied(parallel, schedule, rank),
+        store=store,
+        lenders=stages.lenders,
+        vocabulary=vocabulary,
+        scale=scale,
+    )
+
+
+def _call(module: nn.Module, source: Tensor, keys: Tensor) -> Tensor:
+    return module(source, keys)  # type: ignore[no-any-return]
+
+
+def _call_own(module: nn.Module, source: Tensor, _keys: Tensor) -> Tensor:
+    return module(source)  # type: ignore[no-any-return]
+
+
+def _second_copies(
+    parallel: ParallelModel, schedule: Schedule, rank: int
+) -> dict[int, SummedCopies]:
+    """Chunks of a bidirectional pipeline: each stage is held by two ranks."""
+    routes = schedule.stages.routes
+    if len(routes) == 1:
+        return {}
+    return {
+        chunk: SummedCopies(list(parallel.chunks[chunk].parameters()), routes[1 - route][stage])
+        for chunk, (route, stage) in enumerate(schedule.stages.held[rank])
+    }
+
+
+def _tied(parallel: ParallelModel, schedule: Schedule, rank: int) -> list[SummedCopies]:
+    """The tied embedding and output layer of each route, where they lie on two ranks."""
+    found = []
+    last = schedule.stages.stages - 1
+    for chunk, (route, stage) in enumerate(schedule.stages.held[rank]):
+        module = parallel.chunks[chunk]
+        first_rank, last_rank = (schedule.stages.routes[route][s] for s in (0, last))
+        if not isinstance(module, Transformer) or not module.dims.tied_embeddings:
+            continue
+        if first_rank == last_rank or stage not in (0, last) or schedule.vocabulary:
+            continue
+        if stage == 0:
+            assert module.embedding is not None
+            parameter, peer = module.embedding.tokens.weight, last_rank
+        else:
+            assert module.head is not None
+            parameter, peer = module.head.weight, first_rank
+        found.append(SummedCopies([cast(nn.Parameter, parameter)], peer))
+    return found

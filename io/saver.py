@@ -1,0 +1,504 @@
+"""Saving in the background: the training thread gives a snapshot away and goes on.
+
+Three threads of a rank share the work, none of which calls MPI or holds Python's lock while it
+moves bytes: the training thread, a copier (tensors to buffer, checksums) and a writer (buffer to
+storage). What all ranks have to know they tell each other in :meth:`Saver.poll`, which the
+training thread calls at step boundaries: one small sum on a communicator of the saver's own, and
+only while something is in flight. So every rank sees a checkpoint finish, fail or free its
+buffer at the same step, and a rank that fails leaves none waiting.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.io import directory
+from hpctrain.io.comm import Communicator, fault_text, on_all, on_root
+from hpctrain.io.directory import step_name
+from hpctrain.io.flush import Abandoned, WriteOptions
+from hpctrain.io.parts import Sealer
+from hpctrain.io.plan import FileKind, RankPlan, make_plan, rank_state_spec
+from hpctrain.io.shards import ShardSpec
+from hpctrain.io.snapshot import Snapshot
+from hpctrain.io.sources import Sources
+from hpctrain.io.staging import Staging
+from hpctrain.io.store import STORE, StoreTier
+from hpctrain.io.tiers import MemoryTier, Tier
+
+WhenBusy = Literal["wait", "skip"]
+_SCALARS_ROOM = 32 << 10
+_IDLE_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a checkpoint ended; the same on every rank but for ``warnings``.
+
+    Attributes:
+        step: optimizer steps done.
+        path: its directory on the parallel file system, None where it went to other levels
+            only.
+        bytes: of all its files.
+        seconds: from the save to the end.
+        tiers: levels that hold it on every rank.
+        warnings: what went wrong without harm to it (rank 0): levels, retention.
+        error: why it is not there.
+    """
+
+    step: int
+    path: Path | None
+    bytes: int
+    seconds: float
+    tiers: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    error: CheckpointError | None = None
+
+    @classmethod
+    def failed(cls, step: int, error: CheckpointError) -> Outcome:
+        """One that never began."""
+        return cls(step, None, 0, 0.0, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How checkpoints are taken.
+
+    Attributes:
+        files: one, a node or a rank.
+        buffers: checkpoints that may be in flight at a time; each costs the rank's share of
+            the state in host memory.
+        when_busy: where all buffers are taken, wait for one or skip the checkpoint.
+        write: see WriteOptions.
+    """
+
+    files: FileKind = "one"
+    buffers: int = 2
+    when_busy: WhenBusy = "wait"
+    write: WriteOptions = field(default_factory=WriteOptions)
+
+
+class Saver:
+    """Saves checkpoints of one run in the background.
+
+    Args:
+        root: directory of the checkpoints; made by the first save.
+        comm: all ranks; used by nobody else, and by the training thread alone.
+        keep: newest checkpoints kept in ``root``.
+        options: see there.
+        node: number of this rank's node.
+        tiers: further levels, nearest first.
+
+    Attributes:
+        copy_seconds: how long the copying of the last checkpoints took.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        comm: Communicator,
+        *,
+        keep: int = 2,
+        options: SaveOptions | None = None,
+        node: int = 0,
+        tiers: Sequence[Tier] = (),
+    ) -> None:
+        self.root = Path(root)
+        self.comm = comm
+        self.options = options or SaveOptions()
+        self.node = node
+        writer = on_root(comm, directory.writer)
+        self._store = StoreTier(self.root, comm.rank, writer, keep, self.options.write)
+        self._tiers: dict[str, Tier] = {tier.name: tier for tier in (*tiers, self._store)}
+        self._sequence = self._newest_sequence()
+        self._memory = next((t for t in tiers if isinstance(t, MemoryTier)), None)
+        self._plan: RankPlan | None = None
+        self._plan_key: tuple[Any, ...] = ()
+        self._plan_specs: tuple[ShardSpec, ...] = ()
+        self._room = _SCALARS_ROOM
+        self._buffers: list[Staging] = []
+        self._lazy: list[int] = []
+        self._sealer: Sealer | None = None
+        self._flight: list[Snapshot] = []
+        self.copy_seconds: deque[float] = deque(maxlen=100)
+        self._in_memory: Staging | None = None
+        self._latest: Snapshot | None = None
+        self._finished: list[Outcome] = []
+        self._warnings: list[str] = []
+        self._hurry = False
+        self._copier = _Worker("checkpoint-copier")
+        self._writer = _Worker("checkpoint-writer")
+        self._keeper = _Worker("checkpoint-keeper")
+
+    def _newest_sequence(self) -> int:
+        """Of all levels of all ranks; the store's is looked up by rank 0 for all."""
+        near = [t.newest_sequence() for t in self._tiers.values() if t is not self._store]
+        stored: int = on_root(self.comm, self._store.newest_sequence)
+        found: list[int] = self.comm.allgather(max(near, default=0))
+        return max(stored, *found)
+
+    # ---- the training thread ----------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        sources: Sources,
+        *,
+        scalars: Mapping[str, Any],
+        per_rank: Mapping[str, np.ndarray],
+        tiers: Iterable[str] = (STORE,),
+    ) -> bool:
+        """Begin a checkpoint; collective. False where it was skipped because all buffers are
+        in use.
+
+        Until :meth:`wait_copied` returns, the tensors of ``sources`` must not change, but for
+        those it calls eager.
+
+        Args:
+            step: optimizer steps done.
+            sources: what this rank writes. Over all ranks each tensor is given exactly once:
+                of replicas, one rank hands one in.
+            scalars: JSON values; rank 0's are stored.
+            per_rank: arrays that differ between ranks, such as states of random number
+                generators; copied at once. The same names, dtypes and shapes on every rank.
+            tiers: levels it goes to.
+
+        Raises:
+            CheckpointError: on every rank: gaps or overlaps between the ranks' shards, or no
+                memory for the buffers.
+        """
+        self.wait_copied()
+        self._agree_on_plan(sources, per_rank)
+        staging = self._free_buffer()
+        if staging is None and self.options.when_busy == "skip":
+            self._advance()
+            staging = self._free_buffer()
+            if staging is None:
+                return False
+        while staging is None:
+            time.sleep(_IDLE_SECONDS)
+            self._advance()
+            staging = self._free_buffer()
+        assert self._sealer is not None
+        self._sequence += 1
+        if self._memory is not None:
+            self._memory.forget(staging)
+        sources.begin()
+        count = len(sources.specs)
+        for index in sources.eager:
+            if self._plan_has(index):
+                sources.copy(index, ..., staging.view(index))
+        for index, array in enumerate(per_rank.values(), start=count):
+            np.copyto(staging.view(index)[0], array)
+        snapshot = Snapshot(
+            step=step,
+            sequence=self._sequence,
+            staging=staging,
+            sources=sources,
+            sealer=self._sealer,
+            scalars={**scalars, "step": step},
+            tiers=frozenset(tiers),
+            lazy=self._lazy,
+        )
+        self._flight.append(snapshot)
+        self._latest = snapshot
+        self._copier.do(snapshot.copy)
+        self._writer.do(lambda: self._write(snapshot))
+        return True
+
+    def wait_copied(self) -> None:
+        """Return when the tensors of the last save may change. To be called before they do."""
+        if self._latest is not None:
+            self._latest.wait_copied()
+            self._latest = None
+
+    def poll(self) -> list[Outcome]:
+        """Checkpoints that ended since the last call; collective, to be called at step
+        boundaries. Cheap, and free while nothing is in flight."""
+        self._advance()
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in flight; the same on every rank."""
+        return bool(self._flight)
+
+    def drain(self) -> list[Outcome]:
+        """Wait for everything in flight; collective. The bandwidth cap does not count now."""
+        self.wait_copied()
+        self._hurry = True
+        try:
+            pause = 0.0002
+            while self._flight:
+                self._advance()
+                if self._flight:
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.01)
+            self._keeper.wait()
+        finally:
+            self._hurry = False
+        return self.poll()
+
+    def take_warnings(self) -> list[str]:
+        """What went wrong in the background without harm to a checkpoint, since the last call."""
+        found, self._warnings = self._warnings, []
+        return found
+
+    def close(self, *, forget: bool = True) -> None:
+        """Stop the threads and free the memory; what is in flight is given up.
+
+        Args:
+            forget: remove what lies at other levels than the parallel file system; for a run
+                that ended in good order and has its state there.
+        """
+        for snapshot in self._flight:
+            snapshot.abandoned = True
+        for worker in (self._copier, self._writer, self._keeper):
+            worker.stop()
+        for tier in self._tiers.values():
+            tier.close(forget=forget)
+        self._free_buffers()
+
+    # ---- layout and buffers -----------------------------------------------------------------
+
+    def _agree_on_plan(self, sources: Sources, per_rank: Mapping[str, np.ndarray]) -> None:
+        key = (self._room, *((name, a.dtype.str, a.shape) for name, a in per_rank.items()))
+        same = (
+            self._plan is not None
+            and (sources.specs is self._plan_specs or sources.specs == self._plan_specs)
+            and key == self._plan_key
+        )
+        changed = np.zeros(1, np.int64)
+        self.comm.Allreduce(np.array([0 if same else 1], np.int64), changed)
+        if not changed[0]:
+            return
+        while self._flight:
+            time.sleep(_IDLE_SECONDS)
+            self._advance()
+        self._free_buffers()
+        rank, size = self.comm.rank, self.comm.size
+        specs = (
+            *sources.specs,
+            *(rank_state_spec(name, array, rank, size) for name, array in per_rank.items()),
+        )
+        plan = make_plan(
+            self.comm, specs, files=self.options.files, node=self.node, scalars_bytes=self._room
+        )
+        self._make_buffers(plan)
+        eager = {*sources.eager, *range(len(sources.specs), len(specs))}
+        tasks = self._buffers[0].tasks
+        self._lazy = [n for n, task in enumerate(tasks) if task.index not in eager]
+        self._plan, self._plan_key, self._plan_specs = plan, key, sources.specs
+        self._sealer = Sealer(plan)
+
+    def _make_buffers(self, plan: RankPlan) -> None:
+        numbers = range(self.options.buffers)
+        memory = self._memory
+        held: list[tuple[int, ...]] = []
+        if memory is not None:
+            # A restart on the same layout finds its newest image and must not overwrite it.
+            held = self.comm.allgather(tuple(memory.held(n, plan.digest) for n in numbers))
+            if not any(held[0]) or any(other != held[0] for other in held):
+                held = []
+                on_all(self.comm, memory.clear)
+
+        def make() -> None:
+            for number in numbers:
+                folder = None if memory is None else memory.folder(number)
+                keep = bool(held and held[0][number])
+                self._buffers.append(Staging(plan, folder, keep=keep))
+
+        on_all(self.comm, make)
+        if held:
+            self._in_memory = self._buffers[max(numbers, key=lambda n: held[0][n])]
+
+    def _free_buffers(self) -> None:
+        self._plan = None
+        self._in_memory = None
+        for staging in self._buffers:
+            staging.close()
+        self._buffers = []
+
+    def _plan_has(self, index: int) -> bool:
+        return self._plan is not None and self._plan.places[index] is not None
+
+    def _free_buffer(self) -> Staging | None:
+        taken = [snapshot.staging for snapshot in self._flight]
+        for staging in self._buffers:
+            if not any(staging is other for other in taken) and (
+                staging is not self._in_memory or len(self._buffers) == 1
+            ):
+                return staging
+        return None
+
+    # ---- the writer thread ------------------------------------------------------------------
+
+    def _write(self, snapshot: Snapshot) -> None:
+        for name, tier in self._tiers.items():
+            if name not in snapshot.tiers:
+                continue
+            try:
+                tier.write(snapshot, hurry=lambda: self._hurry)
+                snapshot.reached.add(name)
+            except Abandoned:
+                snapshot.faults[name] = snapshot.error or "given up because another rank failed"
+            except HpctrainError as error:
+                snapshot.faults[name] = error.message
+            except Exception as error:
+                snapshot.faults[name] = fault_text(error)
+        snapshot.done = True
+
+    def _commit(self, snapshot: Snapshot) -> None:
+        try:
+            self._store.commit(snapshot)
+            snapshot.committed = True
+        except HpctrainError as error:
+            snapshot.commit_fault = error.message
+        except Exception as error:
+            snapshot.commit_fault = fault_text(error)
+
+    # ---- agreement --------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if not self._flight:
+            return
+        names = list(self._tiers)
+        mine = np.array([_status(snapshot, names) for snapshot in self._flight], np.int64)
+        counts = np.zeros_like(mine)
+        self.comm.Allreduce(mine, counts)
+        size = self.comm.size
+        for snapshot, row in zip(tuple(self._flight), counts.tolist(), strict=True):
+            done, failed, committed, commit_failed, *reached = row
+            everywhere = tuple(n for n, count in zip(names, reached, strict=True) if count == size)
+            if self._memory is not None and self._memory.name in everywhere:
+                self._in_memory = snapshot.staging
+            if failed:
+                snapshot.abandoned = True
+            if done < size:
+                continue
+            if failed or commit_failed:
+                self._over(snapshot, everywhere, failed=True)
+            elif STORE not in snapshot.tiers or committed:
+                self._over(snapshot, everywhere, failed=False)
+            elif self.comm.rank == 0 and not snapshot.committing:
+                snapshot.committing = True
+                self._keeper.do(_call(self._commit, snapshot))
+
+    def _over(self, snapshot: Snapshot, everywhere: tuple[str, ...], *, failed: bool) -> None:
+        """A checkpoint ended, on every rank in the same call."""
+        self._flight = [other for other in self._flight if other is not snapshot]
+        self.copy_seconds.append(snapshot.copy_seconds)
+        if failed:
+            everywhere = tuple(name for name in everywhere if name != STORE)
+        for name in everywhere:
+            # From here on every rank knows that this one is durable.
+            self._keeper.do(_call(self._retain, self._tiers[name], snapshot))
+        seconds = time.perf_counter() - snapshot.begun
+        error = None
+        if failed:
+            if self.comm.rank == 0:
+                self._keeper.do(_call(self._store.discard, snapshot))
+            error = self._failure(snapshot)
+        stored = STORE in everywhere
+        plan = snapshot.staging.plan
+        self._finished.append(
+            Outcome(
+                step=snapshot.step,
+                path=self.root / step_name(snapshot.step) if stored else None,
+                bytes=plan.total_bytes,
+                seconds=seconds,
+                tiers=everywhere,
+                warnings=self._tier_warnings(snapshot),
+                error=error,
+            )
+        )
+
+    def _failure(self, snapshot: Snapshot) -> CheckpointError:
+        """The first rank's reason, on all ranks; collective, and only where one failed."""
+        mine = snapshot.commit_fault or snapshot.error or snapshot.faults.get(STORE)
+        if snapshot.abandoned and snapshot.error is None and self._is_echo(snapshot):
+            mine = None
+        faults = self.comm.allgather(mine)
+        told = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
+        rank, fault = told[0] if told else (0, "unknown reason")
+        where = f"rank {rank}: " if self.comm.size > 1 else ""
+        more = f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""
+        return CheckpointError(
+            f"the checkpoint of step {snapshot.step} was not written: {where}{fault}{more}",
+            hint="what was written of it is removed; the ones before are kept",
+        )
+
+    @staticmethod
+    def _is_echo(snapshot: Snapshot) -> bool:
+        return snapshot.faults.get(STORE) == "given up because another rank failed"
+
+    def _tier_warnings(self, snapshot: Snapshot) -> tuple[str, ...]:
+        return tuple(
+            f"level {name}: {fault}" for name, fault in snapshot.faults.items() if name != STORE
+        )
+
+    def _retain(self, tier: Tier, snapshot: Snapshot) -> None:
+        try:
+            self._warnings += tier.retain(snapshot)
+        except Exception as error:
+            self._warnings.append(f"level {tier.name}: {fault_text(error)}")
+
+
+def _status(snapshot: Snapshot, names: Sequence[str]) -> list[int]:
+    must = STORE if STORE in snapshot.tiers else None
+    failed = snapshot.done and (
+        must in snapshot.faults if must else not snapshot.reached.issuperset(snapshot.tiers)
+    )
+    return [
+        int(snapshot.done),
+        int(failed),
+        int(snapshot.committed),
+        int(snapshot.commit_fault is not None),
+        *(int(name in snapshot.reached) for name in names),
+    ]
+
+
+def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
+    return lambda: function(*args)
+
+
+class _Worker:
+    """A thread that does one thing after the other; started by the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def wait(self) -> None:
+        """Return when everything handed in so far is done."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._queue.put(done.set)
+            done.wait()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None

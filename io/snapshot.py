@@ -1,0 +1,185 @@
+"""One checkpoint on its way: copied by one thread, sealed, and handed to the writer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.io.flush import Abandoned
+from hpctrain.io.parts import Part, Sealer
+from hpctrain.io.sources import Sources
+from hpctrain.io.staging import CopyTask, Staging
+
+_POLL_SECONDS = 0.0005
+
+
+class Snapshot:
+    """A checkpoint in flight on this rank.
+
+    The training thread makes it and copies what may change at once; the copier thread runs
+    :meth:`copy`, in which :meth:`wait_copied` of the training thread joins; the writer thread
+    waits in :meth:`wait_ready` and :meth:`wait_sealed`.
+
+    Args:
+        step: optimizer steps done.
+        sequence: number of this save in its directory.
+        staging: a free buffer.
+        sources: what is copied.
+        sealer: of the buffer's layout.
+        scalars: JSON values; rank 0's are stored.
+        tiers: names of the levels it goes to.
+        lazy: numbers of the copy tasks that are still to be done.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        sequence: int,
+        staging: Staging,
+        sources: Sources,
+        sealer: Sealer,
+        scalars: Mapping[str, Any],
+        tiers: frozenset[str],
+        lazy: Sequence[int],
+    ) -> None:
+        self.step = step
+        self.sequence = sequence
+        self.staging = staging
+        self.tiers = tiers
+        self.begun = time.perf_counter()
+        self.copy_seconds = 0.0
+        # Set by the writer thread, agreed on by all ranks in the training thread.
+        self.reached: set[str] = set()
+        self.faults: dict[str, str] = {}
+        self.done = False
+        self.committing = False
+        self.committed = False
+        self.commit_fault: str | None = None
+        self.abandoned = False
+        self.part: Part | None = None
+        self._sources = sources
+        self._sealer = sealer
+        self._scalars = scalars
+        self._error: str | None = None
+        self._tasks = staging.tasks
+        self._left: deque[int] = deque(lazy)
+        self._copied_flags = bytearray(b"\x01" * len(self._tasks))
+        for number in lazy:
+            self._copied_flags[number] = 0
+        self._ordered = False
+        self._low = 0
+        self._prepared = threading.Event()
+        self._issued = threading.Event()
+        self._landed = threading.Event()
+        self._sealed = threading.Event()
+
+    @property
+    def error(self) -> str | None:
+        """Why there is nothing to write: a tensor changed too early, or a bug."""
+        return self._error
+
+    # ---- training thread --------------------------------------------------------------------
+
+    def wait_copied(self) -> None:
+        """Return when the tensors may change; copies itself what is not yet begun."""
+        if not self._ordered:
+            self._copy_tasks()
+            self._issued.wait()
+            self._sources.order()
+            self._ordered = True
+
+    # ---- copier thread ----------------------------------------------------------------------
+
+    def copy(self) -> None:
+        """Copy everything, check that nothing changed meanwhile, and take the checksums."""
+        try:
+            if self.staging.plan.scalars is not None:
+                self.staging.set_scalars(json.dumps(self._scalars, allow_nan=False).encode())
+            self._prepared.set()
+            began = time.perf_counter()
+            self._copy_tasks()
+            while not all(self._copied_flags):  # the training thread has the last ones
+                time.sleep(_POLL_SECONDS)
+            self._sources.check()
+            self._issued.set()
+            self._sources.settle()
+            self._landed.set()
+            self.copy_seconds = time.perf_counter() - began
+            self.part = self._sealer.seal(
+                self.staging,
+                step=self.step,
+                sequence=self.sequence,
+                scalars=self._scalars,
+            )
+        except HpctrainError as error:
+            self._error = error.message
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            for event in (self._prepared, self._issued, self._landed, self._sealed):
+                event.set()
+
+    def _copy_tasks(self) -> None:
+        tasks, left, flags, sources = (
+            self._tasks,
+            self._left,
+            self._copied_flags,
+            self._sources,
+        )
+        while True:
+            try:
+                number = left.popleft()
+            except IndexError:
+                return
+            try:
+                task = tasks[number]
+                sources.copy(task.index, task.rows, task.out)
+            except BaseException as error:
+                self._error = f"{type(error).__name__}: {error}"
+            flags[number] = 1
+
+    # ---- writer thread ----------------------------------------------------------------------
+
+    def wait_ready(self, piece: int, end: int) -> None:
+        """Return when the bytes of a piece before ``end`` are there.
+
+        Raises:
+            Abandoned: they never will be.
+        """
+        self._prepared.wait()
+        if self._sources.lands_at_settle:
+            self._landed.wait()
+        while not self._has(piece, end):
+            if self._error is not None:
+                raise Abandoned
+            time.sleep(_POLL_SECONDS)
+
+    def _has(self, piece: int, end: int) -> bool:
+        tasks, flags = self._tasks, self._copied_flags
+        while self._low < len(tasks) and flags[self._low]:
+            self._low += 1
+        if self._low == len(tasks):
+            return True
+        first: CopyTask = tasks[self._low]
+        return (first.piece, first.start) >= (piece, end)
+
+    def wait_sealed(self) -> Part:
+        """The part, when the checksums are there.
+
+        Raises:
+            CheckpointError: there will be none.
+        """
+        self._sealed.wait()
+        if self._error is not None or self.part is None:
+            raise CheckpointError(self._error or "the snapshot was not taken")
+        return self.part
+
+    def wanted(self) -> bool:
+        """Whether writing it still makes sense."""
+        return not self.abandoned and self._error is None
