@@ -79,9 +79,7 @@ def summary(found: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
-def grouped(
-    found: Iterable[Outcome], key: Callable[[Outcome], str]
-) -> dict[str, dict[str, float]]:
+def grouped(found: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, dict[str, float]]:
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in found:
         groups[key(outcome)].append(outcome)
@@ -344,8 +342,8 @@ def show(result: Mapping[str, Any]) -> None:
     stated = result["memory"]
     if stated["rows"]:
         out(
-            f"Memory where it is stated: {stated['rows']} rows, mean {stated['mean_abs_error']:.1%}, "
-            f"bias {stated['bias']:+.1%}"
+            f"Memory where it is stated: {stated['rows']} rows, mean "
+            f"{stated['mean_abs_error']:.1%}, bias {stated['bias']:+.1%}"
         )
     out("Anchors, predicted beside published")
     for a in result["anchors"]:
@@ -354,8 +352,8 @@ def show(result: Mapping[str, Any]) -> None:
             rate = f"  {a['predicted_tflops']:5.0f} for {a['published_tflops']:.0f} TFLOP/s"
         out(
             f"  {a['id']:9s} {a['model'][:28]:28s} {a['devices']:5d} {a['layout'][:34]:34s} "
-            f"{a['recompute'][:9]:9s} {a['predicted_seconds']:7.2f} for {a['published_seconds']:7.2f}"
-            f" s {a['error']:+6.1%}{rate}"
+            f"{a['recompute'][:9]:9s} {a['predicted_seconds']:7.2f} for "
+            f"{a['published_seconds']:7.2f} s {a['error']:+6.1%}{rate}"
         )
 
 

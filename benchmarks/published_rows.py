@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError
 from hpctrain.layout import DENSE_AXES, ParallelLayout
-from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
@@ -68,7 +68,10 @@ ORIGINS = (
     Origin(r"InternEvo|InternLM", "pytorch-2023", "hardware", attention="flash2"),
     Origin(r"nanotron|torchtitan|TorchTitan|SimpleFSDP", "pytorch-2024"),
     Origin(r"Frontier|ORNL|LUMI", "pytorch-2023", "hardware", 100e9, "flash2"),
-    Origin(r"Megatron-LM.*(README|examples/(llama|gpt))|Megatron-Core|Megatron Core", "megatron-core-2024"),
+    Origin(
+        r"Megatron-LM.*(README|examples/(llama|gpt))|Megatron-Core|Megatron Core",
+        "megatron-core-2024",
+    ),
     Origin(r"Primus|ROCm|rocm", "megatron-core-2024"),
 )  # fmt: skip
 
@@ -148,7 +151,9 @@ def origin_of(raw: dict[str, str]) -> Origin:
     if re.search("v100", name, re.IGNORECASE):
         return Origin("", "megatron-2020", "hardware")
     if re.search("a[18]00", name, re.IGNORECASE):
-        return Origin("", "megatron-2021" if old else "pytorch-2023", attention=None if old else "flash2")
+        return Origin(
+            "", "megatron-2021" if old else "pytorch-2023", attention=None if old else "flash2"
+        )
     if re.search("mi2|frontier|lumi", name, re.IGNORECASE):
         return Origin("", "pytorch-2023", attention="flash2")
     if re.search("fsdp|zero", states, re.IGNORECASE) or states in ("2", "3"):
@@ -285,7 +290,9 @@ def _platform(raw: dict[str, str], origin: Origin) -> Platform:
         platform = CATALOGUE[found]
     node = int(_number(raw, "gpus_per_node") or platform.node_devices)
     nic = origin.nic
-    stated = re.search(r"(\d+)\s*x\s*(?:HDR|NDR|EDR|IB)?\s*(\d+)\s*G(?:b|bps)", raw.get("notes", ""))
+    stated = re.search(
+        r"(\d+)\s*x\s*(?:HDR|NDR|EDR|IB)?\s*(\d+)\s*G(?:b|bps)", raw.get("notes", "")
+    )
     if nic is None and stated:
         nic = int(stated[1]) * int(stated[2]) / 8 * 1e9
     if node != platform.node_devices or nic is not None:
@@ -418,7 +425,7 @@ def _memory(raw: dict[str, str]) -> float | None:
 
 
 def shown_memory(row: Row, stage: StageMemory) -> float:
-    """What the row's way of measuring shows of a stage: allocated, reserved, or all that is used."""
+    """What the row's way of measuring shows of a stage: allocated, reserved, or all in use."""
     notes = row.raw.get("notes", "")
     reserved = row.work.stack.reserved
     if "peak allocated" in notes:

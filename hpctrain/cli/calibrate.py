@@ -77,8 +77,7 @@ def _measure(machine: Machine, ranks: int, storage: Path) -> tuple[Measurements,
     gpu = torch.cuda.is_available()
     if machine.node.device.vendor != "cpu" and not gpu:
         raise UsageError(
-            f"machine {machine.name} has {machine.node.device.name}, but torch sees no device "
-            "here",
+            f"machine {machine.name} has {machine.node.device.name}, but torch sees no device here",
             hint="run it on a compute node, for example with srun, with the job's own Python",
         )
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")

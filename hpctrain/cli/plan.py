@@ -25,6 +25,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--html", "page", metavar="FILE", type=_FILE, help="Write a page with charts.")
 @click.option("--compare", metavar="JOB", type=click.Path(), help="Show another job beside it.")
 @click.option("--stack", metavar="NAME", help="Software to plan for. [this project's own runtime]")
+@click.option(
+    "--with",
+    "others",
+    metavar="MACHINE=NODES",
+    multiple=True,
+    help="Nodes of another machine in the same job: uneven shares of the work.",
+)
 @click.option("--no-search", is_flag=True, help="Do not look for better layouts.")
 def command(
     job: str,
@@ -34,6 +41,7 @@ def command(
     page: Path | None,
     compare: str | None,
     stack: str | None,
+    others: tuple[str, ...],
     no_search: bool,
 ) -> int:
     """Plan JOB: memory, step time, cost of the run, better layouts, warnings.
@@ -48,6 +56,8 @@ def command(
     from hpctrain.plan import explain, text
     from hpctrain.plan.page import render as render_page
 
+    if others:
+        return _mixed(job, overrides, stack, others, as_json)
     found = _plan(job, overrides, stack, no_search)
     other = None if compare is None else _plan(compare, (), stack, no_search)
     if page is not None:
@@ -61,9 +71,7 @@ def command(
                     "name": one.name,
                     "value": one.value,
                     "formula": one.formula,
-                    "inputs": [
-                        {"name": n, "value": v, "source": s} for n, v, s in one.inputs
-                    ],
+                    "inputs": [{"name": n, "value": v, "source": s} for n, v, s in one.inputs],
                 }
                 for one in explain.explain(found)
             ]
@@ -92,6 +100,64 @@ def _plan(job: str, overrides: tuple[str, ...], stack: str | None, no_search: bo
         stack=stack or DEFAULT_STACK,
         alternatives=0 if no_search else 3,
     )
+
+
+def _mixed(
+    job: str,
+    overrides: tuple[str, ...],
+    stack: str | None,
+    others: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """A job over nodes of several machines."""
+    from hpctrain.cli.prepare import load
+    from hpctrain.errors import UsageError
+    from hpctrain.machine import get_machine
+    from hpctrain.plan import text
+    from hpctrain.plan.job import workload_of
+    from hpctrain.plan.software import DEFAULT_STACK
+    from hpctrain.plan.unequal import Part, plan_mixed
+
+    prepared = load(job, overrides)
+    spec, name = prepared.job.spec, stack or DEFAULT_STACK
+    machines = [(prepared.machine, spec.nodes)]
+    for other in others:
+        wanted, equals, count = other.partition("=")
+        if not (equals and count.isdigit() and int(count)):
+            raise UsageError(f"--with {other!r}: should be MACHINE=NODES, for example dgx-h100=2")
+        machines.append((get_machine(wanted), int(count)))
+    parts = []
+    for machine, nodes in machines:
+        here = spec.model_copy(update={"ranks_per_node": machine.devices_per_node})
+        work, _ = workload_of(here, machine, name)
+        parts.append(Part(machine.name, work, nodes * machine.devices_per_node))
+    found = plan_mixed(parts)
+    if as_json:
+        output.emit_json(
+            {
+                "way": found.way,
+                "seconds": found.seconds,
+                "even_seconds": found.even,
+                "micro_batch": found.micro_batch,
+                "tensor": found.tensor,
+                "shares": [
+                    {
+                        "machine": share.part.name,
+                        "devices": share.part.devices,
+                        "micro_batches": share.micro_batches,
+                        "state_share": share.state,
+                        "stages": share.stages,
+                        "layers": list(share.layers),
+                        "busy_seconds": share.seconds,
+                        "memory": share.memory,
+                    }
+                    for share in found.shares
+                ],
+            }
+        )
+    else:
+        output.line(text.render_mixed(found))
+    return Exit.OK
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

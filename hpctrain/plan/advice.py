@@ -67,8 +67,10 @@ def _pipeline(work: Workload, plan: Strategy, step: StepTime) -> Iterator[Warnin
         slowest = max(step.stages)
         if slowest > middle * (1 + IMBALANCE):
             at = step.stages.index(slowest)
-            why = "it holds the output layer" if at == len(step.stages) - 1 else (
-                f"it holds {step.layers[at]} blocks"
+            why = (
+                "it holds the output layer"
+                if at == len(step.stages) - 1
+                else (f"it holds {step.layers[at]} blocks")
             )
             yield Warning(
                 f"stage {at} takes {slowest / middle - 1:.0%} longer than the others: {why}",

@@ -57,7 +57,7 @@ class Wires:
         return Group(size, local)
 
     def gather(self, total: float, group: Group) -> float:
-        """Seconds of an all-gather whose result, or a reduce-scatter whose input, is ``total`` bytes."""
+        """Seconds of an all-gather to ``total`` bytes, or a reduce-scatter of ``total`` bytes."""
         n, local = group.size, group.local
         if n <= 1:
             return 0.0

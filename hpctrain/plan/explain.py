@@ -47,7 +47,11 @@ def _model(plan: Plan) -> Iterator[Explained]:
     sizes = (
         ("layers l", str(model.layers), _SPEC),
         ("width h", str(model.hidden), _SPEC),
-        ("heads a, kv heads, head size d", f"{model.heads}, {model.kv_heads}, {model.head_dim}", _SPEC),
+        (
+            "heads a, kv heads, head size d",
+            f"{model.heads}, {model.kv_heads}, {model.head_dim}",
+            _SPEC,
+        ),
         ("inner width f", str(model.ffn_hidden), _SPEC),
         ("vocabulary V", str(model.vocab), _SPEC),
         ("sequence s", str(work.sequence), _SPEC),
@@ -137,7 +141,7 @@ def _time(plan: Plan) -> Iterator[Explained]:
             (("time lost", seconds(values.layer_seconds), fitted),),
         ),
         "tensor parallel": (
-            "all-gathers and reduce-scatters of b·s·h, (t-1)/t of each over the links, exposed part",
+            "all-gathers and reduce-scatters of b·s·h, (t-1)/t of each over the links, if exposed",
             (
                 ("links", f"{platform.domain_bandwidth(layout.tp) / 1e9:.0f} GB/s one way", _FILE),
                 ("reached", f"{values.link:.1%}", fitted),

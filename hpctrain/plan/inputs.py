@@ -168,7 +168,7 @@ class Workload:
 
     @property
     def context_bytes(self) -> float:
-        """Bytes of driver, communicators and workspaces; of the process where there is no device."""
+        """Bytes of driver, communicators and workspaces, or of a process without a device."""
         return 0.3 * 2**30 if self.on_host else self.stack.context_bytes
 
     def micro_batches(self, plan: Strategy) -> int:

@@ -15,8 +15,8 @@ from hpctrain.plan.software import DEFAULT_STACK, Fitted, apply, calibration, st
 from hpctrain.spec.job import JobSpec
 from hpctrain.spec.resolve import layout_of
 
-_CORE_FLOPS = 40e9
-"""fp32 FLOP/s of a processor core where nothing is known of it."""
+_CORE_FLOPS = 96e9
+"""fp32 FLOP/s of a processor core where nothing is known of it: 16 fused operations a cycle."""
 _CORE_BYTES = 8e9
 """Memory bandwidth of a core's share of its node."""
 _HOST_LINK = 4e9
@@ -39,8 +39,10 @@ def platform_of(machine: Machine, ranks_per_node: int) -> Platform:
     if device.vendor == "cpu":
         return _host_platform(machine, ranks_per_node)
     found = find_accelerator(device.name)
-    base = CATALOGUE[found] if found else replace(
-        CATALOGUE["H100"], name=device.name, family="unknown", known=False
+    base = (
+        CATALOGUE[found]
+        if found
+        else replace(CATALOGUE["H100"], name=device.name, family="unknown", known=False)
     )
     peaks = {k: float(v) for k, v in device.peak_flops.items() if v}
     near, package = machine.link(LinkKind.NODE), machine.links.get(LinkKind.PACKAGE)
@@ -111,6 +113,7 @@ def workload_of(
     if measured is not None and measured.stack == stack_name:
         values = apply(fitted.values, {**measured.values, "spread": max(measured.spread, 0.05)})
         fitted = Fitted(values, "measured", fitted.rows)
+        platform = replace(platform, known=True)
     work = Workload(
         model=ModelShape.of(spec.model.transformer()),
         sequence=spec.data.sequence_length,

@@ -91,9 +91,7 @@ def solve(found: Measurements, platform: Platform, base: Calibration, kernel: st
     return Solved(values, max(spread, 0.03))
 
 
-def _products(
-    found: Measurements, platform: Platform, base: Calibration
-) -> tuple[float, float]:
+def _products(found: Measurements, platform: Platform, base: Calibration) -> tuple[float, float]:
     """Share of peak and traffic share: least squares of relative errors, both at least 0."""
     peak = platform.peak_flops(found.dtype)
     unit = Device.of(platform, apply(base, {"gemm": 1.0, "gemm_traffic": 0.0}), found.dtype, "")
@@ -127,9 +125,7 @@ def _links(
     total = sum(weights)
     x = sum(w * m for w, m in zip(weights, moved, strict=True)) / total
     y = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
-    slope_top = sum(
-        w * (m - x) * (t - y) for w, m, t in zip(weights, moved, seconds, strict=True)
-    )
+    slope_top = sum(w * (m - x) * (t - y) for w, m, t in zip(weights, moved, seconds, strict=True))
     slope_bottom = sum(w * (m - x) ** 2 for w, m in zip(weights, moved, strict=True))
     slope = slope_top / slope_bottom if slope_bottom else seconds[-1] / moved[-1]
     slope = max(slope, 1e-15)

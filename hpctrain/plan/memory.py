@@ -23,7 +23,7 @@ the gathered value, its transposed copy, and the gradients of both and of the pa
 _SCORES = 5.0
 """Bytes a score of an unfused attention core: softmax, its dropout and the mask."""
 USABLE = 0.95
-"""Share of a device's memory that can be filled before fragments of the allocator get in the way."""
+"""Share of a device's memory that can be filled; the allocator's fragments take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, f.name) for f in fields(self))
+        return float(sum(getattr(self, f.name) for f in fields(self)))
 
     def parts(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -249,7 +249,9 @@ def stage_memory(
     return tuple(found)
 
 
-def micro_batches_held(plan: Strategy, micro_batches: int, ratios: tuple[float, float] = (1.0, 1.0)) -> tuple[float, ...]:
+def micro_batches_held(
+    plan: Strategy, micro_batches: int, ratios: tuple[float, float] = (1.0, 1.0)
+) -> tuple[float, ...]:
     """Micro-batches, in units of a stage's blocks, that each rank holds at its fullest moment.
 
     Closed forms of 1F1B and its kin (Korthikanti et al. 2022, section 4.2.3); other schedules by

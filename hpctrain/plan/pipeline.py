@@ -94,11 +94,7 @@ def simulated(
     """
     from hpctrain.schedule import Costs, make, simulate
 
-    table = make(
-        schedule, ranks=ranks, micro_batches=micro_batches, chunks=chunks, transfers=False
-    )
-    timeline = simulate(
-        table, Costs(forward=1.0, input_grad=ratios[0], weight_grad=ratios[1])
-    )
+    table = make(schedule, ranks=ranks, micro_batches=micro_batches, chunks=chunks, transfers=False)
+    timeline = simulate(table, Costs(forward=1.0, input_grad=ratios[0], weight_grad=ratios[1]))
     ideal = micro_batches * (1.0 + ratios[0] + ratios[1])
     return timeline.makespan - ideal, timeline.peak_activations

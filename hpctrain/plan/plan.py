@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hpctrain.errors import ImpossibleError
 from hpctrain.fabric import Fabric
-from hpctrain.layout import RankGrid
+from hpctrain.layout import DEFAULT_ORDER, RankGrid
 from hpctrain.machine import Machine
 from hpctrain.placement import AxisLinks, Placement, axis_links, place
 from hpctrain.plan.advice import Warning, warnings
@@ -33,6 +33,8 @@ STORAGE_LIMIT = 100e9
 """Bytes/s that a file system takes from all nodes together, where nothing was measured."""
 _ACTIONS = 200_000
 """Longest table of actions that is run: about a second."""
+_WORTH = 1.01
+"""Least gain that makes an alternative worth a line."""
 _LIKELY = 1.645
 """Standard deviations of an interval that holds nine in ten."""
 
@@ -256,9 +258,7 @@ def simulate_schedule(plan: Plan) -> Timeline:
     name = form_of(strategy.schedule, virtual).name
     if not has_form(strategy.schedule):
         name = strategy.schedule
-    table = make(
-        name, ranks=pp, micro_batches=step.micro_batches, chunks=virtual, transfers=False
-    )
+    table = make(name, ranks=pp, micro_batches=step.micro_batches, chunks=virtual, transfers=False)
     block = step.layer
     inputs = block.total - block.forward.total - block.weights
     stages = table.stages.stages
@@ -275,9 +275,7 @@ def simulate_schedule(plan: Plan) -> Timeline:
         tuple(part * (n + extra / block.total) for n, extra in zip(share, own, strict=True))
         for part in parts
     ]
-    return simulate(
-        table, Costs(forward=costs[0], input_grad=costs[1], weight_grad=costs[2])
-    )
+    return simulate(table, Costs(forward=costs[0], input_grad=costs[1], weight_grad=costs[2]))
 
 
 def job_space() -> Space:
@@ -295,13 +293,11 @@ def job_space() -> Space:
         recompute=("none", "selective", "full") if "recompute" in keys else ("none",),
         states=("none", "zero2", "zero3"),
         sequence_parallel=(True, False) if "sequence" in keys else (False,),
-        orders=(Strategy.__dataclass_fields__["order"].default,),
+        orders=(DEFAULT_ORDER,),
     )
 
 
-def best_alternatives(
-    plan: Plan, model: StepModel, found: Found, count: int
-) -> list[Alternative]:
+def best_alternatives(plan: Plan, model: StepModel, found: Found, count: int) -> list[Alternative]:
     """The fastest layouts that differ from the plan's and from each other, if they are faster."""
     better: list[Alternative] = []
     seen = {_kind(plan.strategy)} if plan.fits else set()
@@ -310,7 +306,7 @@ def best_alternatives(
         if kind in seen or len(better) == count:
             continue
         gain = plan.step.seconds / candidate.seconds
-        if plan.fits and gain <= 1.0 + 1e-9:
+        if plan.fits and gain < _WORTH:
             break
         seen.add(kind)
         step = model.step(candidate.strategy)

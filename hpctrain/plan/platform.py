@@ -55,7 +55,7 @@ class Platform:
     known: bool = True
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products in ``dtype``; half precision where it has no such type."""
+        """Dense FLOP/s of products in ``dtype``; in half precision where it has no such type."""
         if dtype in self.peak:
             return self.peak[dtype]
         half = self.peak.get("bf16") or self.peak.get("fp16")
@@ -151,9 +151,7 @@ CATALOGUE: Mapping[str, Platform] = MappingProxyType(
             units=114,
         ),
         "H800": replace(_H100, name="H800", link_bandwidth=200 * GB, peer_bandwidth=200 * GB),
-        "H200": replace(
-            _H100, name="H200", memory_bytes=140 * GIB, memory_bandwidth=4.8 * TERA
-        ),
+        "H200": replace(_H100, name="H200", memory_bytes=140 * GIB, memory_bandwidth=4.8 * TERA),
         "H20": replace(
             _H100,
             name="H20",

@@ -150,9 +150,11 @@ def chunkings(work: Workload, pp: int, m: int, space: Space) -> list[tuple[str, 
         if not form.chunked:
             found.append((name, 1))
             continue
-        for v in range(2, min(space.virtual, layers // pp) + 1):
-            if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0:
-                found.append((name, v))
+        found += [
+            (name, v)
+            for v in range(2, min(space.virtual, layers // pp) + 1)
+            if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
+        ]
     return found
 
 
@@ -410,9 +412,7 @@ def _score(
                     full = len(heap) >= keep
                     if full and -heap[0][0] <= seconds and not front.takes(seconds, memory):
                         continue
-                    divided = replace(
-                        layout, dp_replicate=dp // state.shard, dp_shard=state.shard
-                    )
+                    divided = replace(layout, dp_replicate=dp // state.shard, dp_shard=state.shard)
                     chosen = replace(plan, layout=divided, states=state.placement)
                     candidate = Candidate(chosen, seconds, memory, devices)
                     front.add(candidate)

@@ -276,7 +276,8 @@ class Fitted:
 @lru_cache(maxsize=1)
 def _table() -> Mapping[str, Mapping[str, float]]:
     text = files("hpctrain.plan").joinpath("calibration.yaml").read_text("utf-8")
-    loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loaded = yaml.load(text, Loader=loader)  # noqa: S506 (a safe loader)
     return MappingProxyType(loaded)
 
 

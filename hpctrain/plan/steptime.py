@@ -143,9 +143,9 @@ def _runs(
     return tuple(run for run in runs if run[1] > 0)
 
 
-def compose(pipe: Pipe, state: StateCost, fsdp_overlap: float, dp_overlap: float) -> tuple[
-    float, float, float, float
-]:
+def compose(
+    pipe: Pipe, state: StateCost, fsdp_overlap: float, dp_overlap: float
+) -> tuple[float, float, float, float]:
     """Seconds of everything but the fixed cost of a step: running, bubble, reduction, gathering.
 
     ``running`` is the slowest stage times the micro-batches and holds the gathering of its own
@@ -217,9 +217,7 @@ class StepModel:
             pipe, state, values.fsdp_overlap, values.dp_overlap
         )
         m = pipe.micro_batches
-        seconds = (
-            running + bubble + reduction + state.optimizer + state.tied + values.step_seconds
-        )
+        seconds = running + bubble + reduction + state.optimizer + state.tied + values.step_seconds
         layers = [kind.layers for kind in pipe.kinds for _ in range(kind.count)]
         stages = [
             kind.seconds + gathering * kind.layers for kind in pipe.kinds for _ in range(kind.count)
@@ -258,9 +256,11 @@ class StepModel:
         """Blocks of the stages as runs of (blocks, stages); see ``deal``."""
         work = self.work
         if work.stages:
-            first, *inner, last = work.stages if len(work.stages) > 1 else (*work.stages, None)
-            runs = [(first, 1), *((n, len(list(g))) for n, g in itertools.groupby(inner))]
-            return tuple(runs) if last is None else (*runs, (last, 1))
+            if len(work.stages) == 1:
+                return ((work.stages[0], 1),)
+            first, *inner, last = work.stages
+            middle = ((n, len(list(g))) for n, g in itertools.groupby(inner))
+            return ((first, 1), *middle, (last, 1))
         block, _, head, _ = self.layer(plan)
         return deal(
             work.model.layers,
@@ -308,9 +308,7 @@ class StepModel:
                 ratios = self.ratios(plan)
                 units, _ = simulated(plan.schedule, pp, plan.virtual, micro_batches, ratios)
                 bubble = units * max(kind.seconds for kind in kinds) * forward / one
-        return Pipe(
-            micro_batches, tuple(kinds), idle, bubble, send, head, deepest, block
-        )
+        return Pipe(micro_batches, tuple(kinds), idle, bubble, send, head, deepest, block)
 
     def send(self, plan: Strategy) -> float:
         """Seconds a micro-batch and middle stage sends and waits, both directions, all chunks."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain.plan.plan import Alternative, Plan
+from hpctrain.plan.unequal import Mixed
 from hpctrain.units import format_bytes, format_count, format_duration
 
 _BAR = 40
 _SHOWN = 0.003
+_GAIN = 1.02
 
 
 def render(plan: Plan) -> str:
@@ -85,12 +87,33 @@ def head(plan: Plan) -> Iterator[str]:
         (
             "checkpoint",
             f"{format_bytes(run.checkpoint_bytes)} in {format_duration(run.checkpoint_seconds)} "
-            f"(assumed file system), best every {format_duration(run.interval_seconds)} "
+            f"({_storage(plan)} file system), best every {format_duration(run.interval_seconds)} "
             f"({run.interval_steps} steps)",
         )
     )
     rows.append(("numbers", sources(plan)))
+    if plan.timeline is not None:
+        idle = plan.timeline.bubble_fraction
+        rows.append(
+            (
+                "schedule",
+                f"its table of actions takes {seconds(plan.timeline.makespan)}, idle {idle:.1%}",
+            )
+        )
+    if plan.placement.gain > _GAIN:
+        order = ", ".join(axis for axis in plan.placement.grid.order)
+        rows.append(
+            (
+                "placement",
+                f"axes ordered {order} cost {plan.placement.gain:.2f} times less traffic time",
+            )
+        )
     yield from _pairs(rows)
+
+
+def _storage(plan: Plan) -> str:
+    measured = plan.machine.measured
+    return "measured" if measured is not None and measured.write_bandwidth else "assumed"
 
 
 def sources(plan: Plan) -> str:
@@ -192,6 +215,42 @@ def compare(first: Plan, second: Plan, names: tuple[str, str]) -> str:
         if max(a / first.step.seconds, b / second.step.seconds) > _SHOWN:
             add(name, seconds(a), seconds(b))
     return "\n".join(_columns(rows))
+
+
+def render_mixed(mixed: Mixed) -> str:
+    """Shares of several kinds of devices."""
+    rate = mixed.shares[0].part.work
+    tokens = rate.global_batch * rate.sequence / mixed.seconds
+    ways = {
+        "data": "every device holds the whole model, faster ones take more micro-batches",
+        "pipeline": "stages on one kind of device each, faster ones with more blocks",
+    }
+    rows: list[tuple[str, ...]] = [
+        ("machine", "ranks", "micro-batches", "state", "stages", "blocks", "busy", "memory")
+    ]
+    for share in mixed.shares:
+        blocks = "-" if not share.layers else "+".join(str(n) for n in share.layers)
+        rows.append(
+            (
+                share.part.name,
+                str(share.part.devices),
+                str(share.micro_batches),
+                f"{share.state:.2%}",
+                str(share.stages) if share.stages else "-",
+                blocks,
+                seconds(share.seconds),
+                format_bytes(share.memory),
+            )
+        )
+    gain = "" if mixed.gain is None else f", {mixed.gain:.2f} times as fast as equal shares"
+    return "\n".join(
+        [
+            f"{seconds(mixed.seconds)} a step, {format_count(tokens)} tokens/s{gain}",
+            f"{ways[mixed.way]}; micro-batch {mixed.micro_batch}, tensor {mixed.tensor}",
+            "",
+            *_columns(rows),
+        ]
+    )
 
 
 # ---- formats -------------------------------------------------------------------------------

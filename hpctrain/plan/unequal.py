@@ -10,6 +10,7 @@ Two ways to use them, both planned and the faster one taken:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,10 @@ def share_micro_batches(seconds: Sequence[float], ranks: Sequence[int], total: i
     # the first at which the kinds can add up to the total is the least.
     bounds = sorted({n * t for t in seconds for n in range(1, total + 1)})
     low, high = 0, len(bounds) - 1
-    capacity = lambda b: sum(r * int(b / t + 1e-9) for r, t in zip(ranks, seconds, strict=True))  # noqa: E731
+
+    def capacity(bound: float) -> int:
+        return sum(r * int(bound / t + 1e-9) for r, t in zip(ranks, seconds, strict=True))
+
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if capacity(bounds[middle]) >= total else (middle + 1, high)
@@ -238,7 +242,7 @@ def _pipeline(parts: Sequence[Part], tensor: int, micro: int) -> Mixed:
     ranks = [p.devices // tensor for p in parts]
     work = parts[0].work
     best: Mixed | None = None
-    for copies in divisors(_common(ranks)):
+    for copies in divisors(math.gcd(*ranks)):
         share, rest = divmod(work.global_batch, copies * micro)
         stages = [r // copies for r in ranks]
         pp = sum(stages)
@@ -261,7 +265,9 @@ def _pipeline(parts: Sequence[Part], tensor: int, micro: int) -> Mixed:
     return best
 
 
-def _stages(parts: Sequence[Part], stages: Sequence[int], plan: Strategy, micro_batches: int) -> Mixed:
+def _stages(
+    parts: Sequence[Part], stages: Sequence[int], plan: Strategy, micro_batches: int
+) -> Mixed:
     slow = _slowest_wires(parts)
     blocks, sends, heads, speeds, limits = [], [], [], [], []
     for part, count in zip(parts, stages, strict=True):
@@ -308,25 +314,17 @@ def _stages(parts: Sequence[Part], stages: Sequence[int], plan: Strategy, micro_
         even = micro_batches * max(flat) + sum(flat) - max(flat) + extra
     shares, start = [], 0
     for number, (part, count) in enumerate(zip(parts, stages, strict=True)):
-        mine = cut[start : start + count]
+        here = cut[start : start + count]
         used = max(
-            (base + n * (state + h * kept.kept) for n, h in zip(mine, held[start:], strict=False)),
+            (base + n * (state + h * kept.kept) for n, h in zip(here, held[start:], strict=False)),
             default=0.0,
         )
-        busy = micro_batches * max((n * blocks[number] + sends[number] for n in mine), default=0.0)
+        busy = micro_batches * max((n * blocks[number] + sends[number] for n in here), default=0.0)
         shares.append(
-            Share(part, micro_batches, sum(mine) / layers / max(count, 1), count, mine, busy, used)
+            Share(part, micro_batches, sum(here) / layers / max(count, 1), count, here, busy, used)
         )
         start += count
-    return Mixed(
-        "pipeline", running + extra, even, tuple(shares), plan.micro_batch, plan.layout.tp
-    )
-
-
-def _common(numbers: Sequence[int]) -> int:
-    import math
-
-    return math.gcd(*numbers)
+    return Mixed("pipeline", running + extra, even, tuple(shares), plan.micro_batch, plan.layout.tp)
 
 
 def _slowest_wires(parts: Sequence[Part]) -> float:

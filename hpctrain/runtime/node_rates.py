@@ -66,9 +66,7 @@ def attention(
 ) -> tuple[float, float]:
     """Seconds of causal attention on one sample: forward, and forward with backward."""
     shape = (1, heads, sequence, head_dim)
-    q, k, v = (
-        torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)
-    )
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     grad = torch.ones(shape, device=device, dtype=dtype)
 
     def forward() -> torch.Tensor:
@@ -76,7 +74,7 @@ def attention(
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def both() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)  # type: ignore[no-untyped-call]
 
     return clock(forward, device), clock(both, device)
 
@@ -97,25 +95,24 @@ def elementwise(device: torch.device, dtype: torch.dtype, size: int) -> tuple[fl
 
 
 def launches(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of a tiny block's forward and backward pass, in which nothing but launching counts."""
-    from hpctrain.model.transformer import Block
-    from hpctrain.spec.transformer import TransformerDims
+    """Seconds of a tiny block's forward and backward pass: nothing but launching counts."""
+    from torch import nn
 
-    dims = TransformerDims(
-        layers=1,
-        hidden=64,
-        heads=2,
-        kv_heads=2,
-        ffn_hidden=128,
-        vocab_size=64,
-        max_positions=8,
-    )
-    block = Block(dims, 0, device=device, dtype=dtype)
-    x = torch.randn(1, 8, 64, device=device).to(dtype).requires_grad_()
-    positions = torch.arange(8, device=device)
+    width, heads = 64, 2
+    query, key, value, output = (nn.Linear(width, width) for _ in range(4))
+    up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+    norms = [nn.LayerNorm(width) for _ in range(2)]
+    for layer in (query, key, value, output, up, down, *norms):
+        layer.to(device, dtype)
+    x = torch.randn(1, 8, width, device=device).to(dtype).requires_grad_()
 
     def both() -> None:
-        block(x, positions).sum().backward()
+        y = norms[0](x)
+        q, k, v = (p(y).unflatten(-1, (heads, -1)).transpose(1, 2) for p in (query, key, value))
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        z = x + output(core.transpose(1, 2).flatten(2))
+        z = z + down(F.gelu(up(norms[1](z))))
+        z.sum().backward()
 
     return clock(both, device, 3 * _REPEATS)
 
@@ -132,9 +129,7 @@ def write_rate(directory: Path, size: int) -> float:
         return size / (time.perf_counter() - start)
 
 
-def gathers(
-    device_type: str, ranks: int, sizes: Sequence[int]
-) -> list[tuple[int, float]]:
+def gathers(device_type: str, ranks: int, sizes: Sequence[int]) -> list[tuple[int, float]]:
     """Seconds of all-gathers whose result has the given sizes in bytes, between ``ranks``
     processes of this host."""
     context = torch.multiprocessing.get_context("spawn")
@@ -163,10 +158,10 @@ def _gather_rank(
     device_type: str,
     sizes: Sequence[int],
     directory: str,
-    queue: torch.multiprocessing.SimpleQueue,  # type: ignore[type-arg,name-defined]
+    queue: torch.multiprocessing.SimpleQueue,  # type: ignore[type-arg]
 ) -> None:
     torch.set_num_threads(1)
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
