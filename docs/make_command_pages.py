@@ -190,7 +190,8 @@ def on_this_machine(book: Book) -> None:
               "hpctrain topo --machine frontier --nodes 2")  # fmt: skip
     book.show("topo", "Measuring needs the nodes:",
               "hpctrain topo --machine frontier --measure", code=3)  # fmt: skip
-    book.show("schedule", "One schedule, drawn:", "hpctrain schedule show --schedule 1f1b -p 4 -m 8")
+    book.show("schedule", "One schedule, drawn:",
+              "hpctrain schedule show --schedule 1f1b -p 4 -m 8")  # fmt: skip
 
 
 def on_slurm(book: Book) -> None:

@@ -39,7 +39,7 @@ from hpctrain.schedule import Action, ActionKind, Schedule
 from hpctrain.schedule.actions import SENDS, TRANSFERS
 
 if TYPE_CHECKING:
-    from hpctrain.train.data import MicroBatch
+    from hpctrain.parallel.batch import MicroBatch
 
 K = ActionKind
 Cell = tuple[int, int]

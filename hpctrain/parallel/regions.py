@@ -57,7 +57,7 @@ class TensorGroup:
         """As :meth:`leave`, in two parts: the sum begins now, and the result waits for it."""
         pending: list[Pending] = []
         begun = _StartLeave.apply(y_BSH, self, pending)  # type: ignore[no-untyped-call]
-        return lambda: _FinishLeave.apply(begun, pending)  # type: ignore[no-any-return,no-untyped-call]
+        return lambda: _FinishLeave.apply(begun, pending)  # type: ignore[no-untyped-call]
 
     def gather(self, x_BSH: Tensor) -> Tensor:
         """Slices of the sequence to the whole; no gradient."""

@@ -159,7 +159,7 @@ class ParallelAttention(Attention):
         if self._uneven is not None:
             k, v = k[:, :, self._uneven], v[:, :, self._uneven]
         y_BNSD = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return y_BNSD.transpose(1, 2).flatten(2)
+        return y_BNSD.transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
 
 class ParallelFeedForward(FeedForward):

@@ -69,8 +69,12 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
     context = bootstrap(comm, RankGrid(layout_of(specs[0])), RankEnvironment.read(), device="cpu")
     reports = []
     references: dict[str, Any] = {}
+    contexts: dict[Any, Any] = {}  # process groups are slow to make
     for layout, spec in zip(layouts, specs, strict=True):
-        found = _train(_with_grid(context, RankGrid(layout_of(spec))), spec, steps)
+        grid = RankGrid(layout_of(spec))
+        if grid.layout not in contexts:
+            contexts[grid.layout] = _with_grid(context, grid)
+        found = _train(contexts[grid.layout], spec, steps)
         if comm.rank == 0:
             # What is no matter of the layout (dropout, heads …) belongs to the reference too.
             options = [o for o in layout if not o.startswith(("parallel.", "train.micro_batch"))]
@@ -145,7 +149,7 @@ def _train(context: Any, spec: Any, steps: int) -> dict[str, Any]:
 def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
     import torch
 
-    from hpctrain.train.data import MicroBatch
+    from hpctrain.parallel.batch import MicroBatch
 
     batch, length = spec.train.global_batch, spec.data.sequence_length
     vocabulary = spec.model.vocab_size

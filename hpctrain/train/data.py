@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.io.order import SampleOrder
 from hpctrain.io.tokens import TokenFile
 from hpctrain.model.build import call_user
+from hpctrain.parallel.batch import MicroBatch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from hpctrain.spec.job import JobSpec
 
     Indices = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Samples of one forward pass on this rank.
-
-    Attributes:
-        batch: ``(tokens, targets)``, each (samples, sequence) int64, or what the user's data
-            set collates to; on the rank's device.
-        keys: numbers of the samples in the order of the whole run, (samples,) int64.
-    """
-
-    batch: Any
-    keys: torch.Tensor
 
 
 class Source(Protocol):

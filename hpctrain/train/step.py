@@ -17,9 +17,9 @@ from hpctrain.optim.schedule import learning_rate
 from hpctrain.parallel.data import accumulating
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.batch import MicroBatch
     from hpctrain.parallel.model import ParallelModel
     from hpctrain.spec.job import JobSpec
-    from hpctrain.train.data import MicroBatch
 
 Loss = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
 """(model, batch, dropout keys of its samples) -> mean loss of the micro-batch."""
