@@ -62,7 +62,8 @@ class Strategy:
         virtual: model chunks a pipeline rank holds.
         schedule: name of the pipeline schedule.
         states: placement of parameters, gradients and optimizer states.
-        recompute: ``none``, ``selective`` (the attention core) or ``full`` (every layer).
+        recompute: ``none``, ``selective`` (the attention core), ``full`` (every block from its
+            input) or ``stage`` (all blocks of a stage from the stage's input).
         sequence_parallel: norms and residuals are split over the tensor-parallel group.
         order: dense axes, outermost first, as ranks are numbered.
     """
@@ -75,6 +76,16 @@ class Strategy:
     recompute: str = "none"
     sequence_parallel: bool = False
     order: tuple[str, ...] = DEFAULT_ORDER
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share optimizer states, where those are sharded.
+
+        The shard group; all data-parallel ranks where there is none (ZeRO-1 beside DDP).
+        """
+        layout = self.layout
+        wide = layout.dp_shard if layout.dp_shard > 1 else layout.dp
+        return wide * layout.cp
 
     def strides(self) -> dict[str, int]:
         """Ranks between neighbours along each dense axis."""

@@ -12,6 +12,7 @@ from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import DEFAULT_STACK, Fitted, apply, calibration, stack
+from hpctrain.schedule.job import plan_pipeline
 from hpctrain.spec.job import JobSpec
 from hpctrain.spec.resolve import layout_of
 
@@ -25,11 +26,15 @@ _HOST_LINK = 4e9
 STATES = MappingProxyType(
     {
         "none": StatePlacement.zero(0),
+        "zero1": StatePlacement.zero(1),
         "zero2": replace(StatePlacement.zero(3), parameters=Placement.MATERIALISED),
         "zero3": StatePlacement.zero(3),
     }
 )
 """Placement of the states that a job file's ``parallel.sharding`` means."""
+
+RECOMPUTE = MappingProxyType({"none": "none", "block": "full", "full": "stage"})
+"""Policy that a job file's ``parallel.recompute`` means."""
 
 
 def platform_of(machine: Machine, ranks_per_node: int) -> Platform:
@@ -122,19 +127,35 @@ def workload_of(
         platform=platform,
         stack=software,
         values=fitted.values,
+        stages=_stages(spec),
     )
     return work, fitted
 
 
+def _stages(spec: JobSpec) -> tuple[int, ...] | None:
+    """Blocks of each pipeline rank that a job deals out itself; None where it does not."""
+    if not spec.parallel.stage_layers or spec.parallel.pipeline == 1:
+        return None
+    schedule = plan_pipeline(spec)
+    assert schedule is not None
+    blocks = [0] * spec.parallel.pipeline
+    for stage, count in enumerate(spec.parallel.stage_layers):
+        blocks[schedule.stages.routes[0][stage]] += count
+    return tuple(blocks)
+
+
 def strategy_of(spec: JobSpec) -> Strategy:
     """How a resolved job is cut."""
-    layout = layout_of(spec)
+    layout, parallel = layout_of(spec), spec.parallel
     assert isinstance(spec.train.micro_batch, int), "resolve() leaves no auto"
+    schedule = plan_pipeline(spec)
     return Strategy(
         layout=layout,
         micro_batch=spec.train.micro_batch,
-        states=STATES[spec.parallel.sharding],
-        recompute="none",
+        virtual=1 if schedule is None else schedule.chunks,
+        schedule=parallel.schedule.name,
+        states=STATES[parallel.sharding],
+        recompute=RECOMPUTE[parallel.recompute],
         sequence_parallel=spec.parallel.sequence and layout.tp > 1,
         order=DEFAULT_ORDER,
     )

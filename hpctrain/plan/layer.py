@@ -165,7 +165,7 @@ def layer_time(
         backward.cp = max(0.0, 2.0 * ring - 0.8 * backward.attention)
 
     recompute = Seconds()
-    if plan.recompute == "full":
+    if plan.recompute in ("full", "stage"):
         recompute = forward
     elif plan.recompute == "selective" and kernel in ("torch", "fused"):
         recompute.attention = forward.attention

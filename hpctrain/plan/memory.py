@@ -56,12 +56,22 @@ class Activations:
         live: of one block that runs backward after it was recomputed; 0 without recompute.
         logits: on the last stage.
         buffers: sends and receives between stages.
+        chunk: of the input of a model chunk, where whole chunks are recomputed.
+        live_block: of each block of a chunk that runs backward after it was recomputed.
     """
 
     kept: float
     live: float
     logits: float
     buffers: float
+    chunk: float = 0.0
+    live_block: float = 0.0
+
+    def stage(self, layers: int, held: float, virtual: int) -> float:
+        """Bytes of a stage of ``layers`` blocks that holds ``held`` micro-batches of all of them,
+        logits and buffers left out."""
+        blocks = held * layers * self.kept + layers * self.live_block / virtual
+        return blocks + held * virtual * self.chunk + self.live
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +145,10 @@ def activations(work: Workload, plan: Strategy) -> Activations:
     if work.kernel in ("torch", "fused"):
         rows = plan.micro_batch * model.heads / tp * (work.sequence / layout.cp)
         scores = _SCORES * rows * work.sequence
-    live = 0.0
-    if plan.recompute == "full":
+    live = chunk = live_block = 0.0
+    if plan.recompute == "stage":
+        kept, chunk, live_block = 0.0, each * tokens * model.hidden / split, whole + scores
+    elif plan.recompute == "full":
         kept, live = each * tokens * model.hidden / split, whole + scores
     elif plan.recompute == "selective":
         kept = whole
@@ -148,7 +160,7 @@ def activations(work: Workload, plan: Strategy) -> Activations:
     elif tp > 1:
         logits += tokens * model.vocab * _GATHERED_LOGIT
     buffers = 2 * each * tokens * model.hidden / split if layout.pp > 1 else 0.0
-    return Activations(kept, live, logits, buffers)
+    return Activations(kept, live, logits, buffers, chunk, live_block)
 
 
 def counts(work: Workload, plan: Strategy) -> Counts:
@@ -157,7 +169,7 @@ def counts(work: Workload, plan: Strategy) -> Counts:
     table = model.vocab * model.hidden / layout.tp
     alone = layout.pp == 1
     return Counts(
-        dense=(model.layer_parameters - model.expert_parameters) / layout.tp,
+        dense=model.local_layer_parameters(layout.tp),
         experts=model.expert_parameters / (layout.ep * layout.etp),
         first=table + model.positions * model.hidden,
         last=(0.0 if model.tied and alone else table) + model.norm_parameters,
@@ -169,6 +181,7 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     layout, states = plan.layout, plan.states
     shard = layout.dp_shard * layout.cp
     shards = (float(shard), float(min(shard, layout.edp)))
+    wide = plan.optimizer_ranks
     each = 4.0 if work.dtype == "fp32" else 2.0
     weights, optimizer = work.weight_bytes, work.optimizer_bytes
     gradients = work.state_gradient_bytes
@@ -180,15 +193,15 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     buckets = 1.0
     if accumulated and states.gradients is Placement.SHARDED:
         states = replace(states, gradients=Placement.REPLICATED)
-    elif accumulated and not states.fully_sharded and layout.dp > 1:
+    elif accumulated and not states.fully_sharded and layout.dp > 1 and layout.pp == 1:
         buckets = 2.0  # DDP's buckets stand beside what earlier micro-batches accumulated
 
-    def held(share: float) -> tuple[float, float, float]:
+    def held(near: float, widest: float) -> tuple[float, float, float]:
         found = []
-        for placement, size in (
-            (states.parameters, weights),
-            (states.gradients, gradients * buckets),
-            (states.optimizer, optimizer),
+        for placement, size, share in (
+            (states.parameters, weights, near),
+            (states.gradients, gradients * buckets, near),
+            (states.optimizer, optimizer, widest),
         ):
             if placement is Placement.REPLICATED:
                 found.append(size)
@@ -198,7 +211,8 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
                 found.append(size / share)
         return found[0], found[1], found[2]
 
-    common, routed = held(shards[0]), held(shards[1])
+    common = held(shards[0], wide)
+    routed = held(shards[1], min(wide, layout.edp))
     if states.parameters is Placement.GATHERED:
         # the running block and the one fetched ahead, and gradients of one before they scatter
         unit = 2 * each + (0.0 if accumulated else gradients)
@@ -239,7 +253,7 @@ def stage_memory(
                 parameters=parts[0],
                 gradients=parts[1],
                 optimizer=parts[2],
-                activations=held[stage] * layers[stage] * kept.kept + kept.live,
+                activations=kept.stage(layers[stage], held[stage], plan.virtual),
                 logits=kept.logits if stage == pp - 1 else 0.0,
                 gathered=gathered,
                 buffers=kept.buffers,

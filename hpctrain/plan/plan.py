@@ -14,7 +14,7 @@ from hpctrain.machine import Machine
 from hpctrain.placement import AxisLinks, Placement, axis_links, place
 from hpctrain.plan.advice import Warning, warnings
 from hpctrain.plan.inputs import Strategy, Workload
-from hpctrain.plan.job import strategy_of, workload_of
+from hpctrain.plan.job import RECOMPUTE, STATES, strategy_of, workload_of
 from hpctrain.plan.memory import StageMemory, limit
 from hpctrain.plan.pipeline import form_of, has_form
 from hpctrain.plan.search import Candidate, Found, Space, search
@@ -22,7 +22,7 @@ from hpctrain.plan.software import DEFAULT_STACK, Fitted
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
 from hpctrain.schedule import Costs, Timeline, make, simulate
-from hpctrain.spec.job import JobSpec, ParallelSpec
+from hpctrain.spec.job import JobSpec
 
 NODE_MTBF = 250 * 86400.0
 """Seconds between failures of one node: Llama 3 (Grattafiori et al. 2024, section 3.3.4) lost 419
@@ -279,21 +279,16 @@ def simulate_schedule(plan: Plan) -> Timeline:
 
 
 def job_space() -> Space:
-    """What a job file of this version can ask for."""
-    keys = set(ParallelSpec.model_fields)
-
-    def axis(key: str) -> tuple[int, ...] | None:
-        return None if key in keys else (1,)
-
+    """What a job file of this version can ask for, of what the search knows."""
     return Space(
-        tensor=axis("tensor"),
-        context=axis("context"),
-        pipeline=axis("pipeline"),
-        expert=axis("expert"),
-        recompute=("none", "selective", "full") if "recompute" in keys else ("none",),
-        states=("none", "zero2", "zero3"),
-        sequence_parallel=(True, False) if "sequence" in keys else (False,),
+        context=(1,),
+        expert=(1,),
+        schedules=("1f1b", "interleaved", "zb-h1"),
+        recompute=tuple(RECOMPUTE.values()),
+        states=tuple(STATES),
         orders=(DEFAULT_ORDER,),
+        zero1_shards=False,
+        indivisible=True,
     )
 
 
@@ -323,6 +318,7 @@ def _kind(strategy: Strategy) -> tuple[object, ...]:
         layout.cp,
         layout.pp,
         layout.ep,
+        strategy.virtual,
         strategy.states if sharded else None,
         strategy.recompute,
         strategy.micro_batch,
@@ -347,27 +343,20 @@ def _why(plan: Plan, step: StepTime, candidate: Candidate) -> str:
 
 def settings(strategy: Strategy) -> dict[str, object]:
     """Keys of a job file that ask for a strategy."""
-    layout = strategy.layout
-    keys = set(ParallelSpec.model_fields)
+    layout, states = strategy.layout, strategy.states
     found: dict[str, object] = {"parallel.tensor": layout.tp}
-    for key, value in (
-        ("context", layout.cp),
-        ("pipeline", layout.pp),
-        ("expert", layout.ep),
-        ("recompute", strategy.recompute),
-    ):
-        if key in keys:
-            found[f"parallel.{key}"] = value
     if layout.tp > 1:
         found["parallel.sequence"] = strategy.sequence_parallel
-    sharding = "none"
-    if layout.dp_shard > 1 and strategy.states.fully_sharded:
-        gathered = strategy.states.parameters.value == "sharded-with-gather"
-        sharding = "zero3" if gathered else "zero2"
+    found["parallel.pipeline"] = layout.pp
+    if layout.pp > 1:
+        found["parallel.schedule"] = form_of(strategy.schedule, strategy.virtual).name
+        if strategy.virtual > 1:
+            found["parallel.chunks"] = strategy.virtual
+    sharding = next(name for name, placement in STATES.items() if placement == states)
     found["parallel.sharding"] = sharding
-    if sharding != "none":
-        whole = layout.dp_replicate == 1
-        found["parallel.shard"] = "auto" if whole else layout.dp_shard
+    if states.fully_sharded:
+        found["parallel.shard"] = "auto" if layout.dp_replicate == 1 else layout.dp_shard
+    found["parallel.recompute"] = next(k for k, v in RECOMPUTE.items() if v == strategy.recompute)
     found["train.micro_batch"] = strategy.micro_batch
     return found
 

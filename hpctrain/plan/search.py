@@ -46,6 +46,8 @@ class Space:
         states: names in STATES.
         sequence_parallel: values tried wherever there is tensor parallelism.
         orders: axis orders.
+        zero1_shards: optimizer states are also shared within a part of the data-parallel ranks.
+        indivisible: layers that do not divide over the stages are dealt unevenly.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -60,6 +62,8 @@ class Space:
     states: tuple[str, ...] = ("none", "zero1", "zero2", "zero3")
     sequence_parallel: tuple[bool, ...] = (True, False)
     orders: tuple[tuple[str, ...], ...] = ORDERS
+    zero1_shards: bool = True
+    indivisible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,7 @@ def chunkings(work: Workload, pp: int, m: int, space: Space) -> list[tuple[str, 
         found += [
             (name, v)
             for v in range(2, min(space.virtual, layers // pp) + 1)
-            if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
+            if space.indivisible or layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
         ]
     return found
 
@@ -195,8 +199,13 @@ def _states(
     for name, placement in STATES:
         if name not in space.states:
             continue
-        for shard in (1,) if name == "none" else divisors(dp):
-            if name != "none" and shard == 1 and layout.cp == 1:
+        if name == "none" or (name == "zero1" and not space.zero1_shards):
+            shards: tuple[int, ...] = (1,)
+        else:
+            shards = divisors(dp)
+        for shard in shards:
+            alone = shard == 1 and (layout.cp == 1 or (name == "zero1" and dp > 1))
+            if name != "none" and alone and (dp == 1 or space.zero1_shards or name != "zero1"):
                 continue  # nothing to share: the same as "none"
             divided = replace(layout, dp_replicate=dp // shard, dp_shard=shard)
             cut = replace(plan, layout=divided, states=placement, order=order)
@@ -249,10 +258,13 @@ class _Fills:
         pipe: Pipe,
         kept: Activations,
     ) -> None:
-        base = kept.live + kept.buffers + work.context_bytes
+        base = kept.buffers + work.context_bytes
         held = FORMS[schedule].held
         runs = [
-            (k.layers, (held(k.start, pp, virtual, m) if pp > 1 else 1.0) * k.layers * kept.kept)
+            (
+                k.layers,
+                kept.stage(k.layers, held(k.start, pp, virtual, m) if pp > 1 else 1.0, virtual),
+            )
             for k in pipe.kinds
         ]
         self.alone = pp == 1

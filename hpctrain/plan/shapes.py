@@ -112,6 +112,17 @@ class ModelShape:
         return self.attention_parameters + ffn + 2 * self.norm_parameters
 
     @property
+    def whole_parameters(self) -> int:
+        """Parameters of one block that every tensor-parallel rank holds whole: norms, and the
+        biases that are added after a sum over ranks."""
+        return 2 * self.norm_parameters + 2 * self.hidden * int(self.bias)
+
+    def local_layer_parameters(self, tp: int) -> float:
+        """Parameters of one block on a rank of ``tp``, experts left out."""
+        whole = self.whole_parameters
+        return (self.layer_parameters - self.expert_parameters - whole) / tp + whole
+
+    @property
     def dense_layer_parameters(self) -> int:
         """One of the ``dense_layers``."""
         ffn = self.ffn_parameters(self.dense_ffn or self.ffn_hidden)

@@ -88,6 +88,8 @@ class Stack:
         split_sends: activations between stages are split over the tensor-parallel group and
             gathered on arrival.
         balanced_stages: layers are dealt to stages by cost; else evenly.
+        even_stages: where layers do not divide, the first stages take one more; else embedding
+            and output layer take a layer's place where that divides.
         sequence_parallel: on wherever there is tensor parallelism, unless a job says otherwise.
         scattered_gradients: sharded optimizers reduce-scatter gradients; else all-reduce them.
         accumulates_whole: with sharded gradients and several micro-batches, gradients are kept
@@ -120,6 +122,7 @@ class Stack:
     fused_norms: bool = True
     split_sends: bool = True
     balanced_stages: bool = False
+    even_stages: bool = False
     sequence_parallel: bool = False
     scattered_gradients: bool = True
     accumulates_whole: bool = False
@@ -223,11 +226,13 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "this project's own runtime on PyTorch",
                 "flash2",
                 like="pytorch-2024",
+                even_stages=True,
                 sequence_parallel=True,
                 # fp32 parameters are the master copy; products read bf16 copies of them
                 weight_bytes=4.0,
                 casts=True,
                 fp32_stream=True,
+                scattered_gradients=False,
                 accumulates_whole=True,
                 optimizer_bytes=8.0,
                 norm_kept=0.0,

@@ -109,16 +109,21 @@ class StepTime:
 
 
 def deal(
-    layers: int, pp: int, virtual: int, balanced: bool, ends: float
+    layers: int, pp: int, virtual: int, balanced: bool, ends: float, even_only: bool = False
 ) -> tuple[tuple[int, int], ...]:
     """Blocks of pipeline stages as runs of (blocks, stages); ends are runs of one stage.
 
     Evenly where they divide (over virtual chunks too); else with the embedding and the output
     layer each taking a block's place, where that divides; else, or where ``balanced``, dealt so
     that the slowest stage is as fast as can be when the output layer weighs ``ends`` blocks.
+    With ``even_only`` always evenly, the first stages with one more.
     """
     if pp == 1:
         return ((layers, 1),)
+    if even_only:
+        rest, more = divmod(layers, pp)
+        first = rest + (1 if more else 0)
+        return _runs(rest, pp - 2, max(0, more - 1), first, rest)
     chunks = pp * virtual
     even, padded = layers % chunks == 0, (layers + 2) % chunks == 0
     if not balanced and (even or (layers % pp == 0 and not padded)):
@@ -268,6 +273,7 @@ class StepModel:
             plan.virtual,
             work.stack.balanced_stages,
             head / block.total,
+            work.stack.even_stages,
         )
 
     def layers_of(self, plan: Strategy) -> tuple[int, ...]:
@@ -335,7 +341,7 @@ class StepModel:
         work, layout, wires, states = self.work, plan.layout, self.wires, plan.states
         model = work.model
         strides = plan.strides()
-        block = (model.layer_parameters - model.expert_parameters) / layout.tp
+        block = model.local_layer_parameters(layout.tp)
         experts = model.expert_parameters / (layout.ep * layout.etp)
         table = model.vocab * model.hidden / layout.tp
         copies = 1 if model.tied or layout.pp > 1 else 2
@@ -346,7 +352,8 @@ class StepModel:
 
         moved = dense + routed
         if states.optimizer is not Placement.REPLICATED:
-            moved = dense / shard + routed / min(layout.edp, shard)
+            wide = plan.optimizer_ranks
+            moved = dense / wide + routed / min(layout.edp, wide)
         optimizer = self.device.stream(_OPTIMIZER_BYTES * moved)
         tied = 0.0
         if layout.pp > 1 and model.tied:
@@ -386,16 +393,17 @@ class StepModel:
             if states.optimizer is Placement.REPLICATED:
                 seconds += wires.all_reduce(gradient * count, group)
                 continue
-            if group is whole and across is not None:
+            if group is whole and across is not None and layout.dp_shard > 1:
                 # sharded within a part of the data-parallel ranks, copies across them
-                seconds += wires.gather(gradient * count, inner) + wires.gather(2.0 * count, inner)
+                seconds += wires.gather(gradient * count, inner)
+                seconds += wires.gather(work.weight_bytes * count, inner)
                 seconds += wires.all_reduce(gradient * count / shard, across)
                 continue
             sharded = states.gradients is not Placement.REPLICATED
             scattered = sharded or work.stack.scattered_gradients
             one = wires.gather(gradient * count, group)
             seconds += one if scattered else 2.0 * one
-            seconds += wires.gather(2.0 * count, group)
+            seconds += wires.gather(work.weight_bytes * count, group)
         return StateCost(seconds, optimizer, tied)
 
 
