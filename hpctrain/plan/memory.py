@@ -185,7 +185,7 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     each = 4.0 if work.dtype == "fp32" else 2.0
     weights, optimizer = work.weight_bytes, work.optimizer_bytes
     gradients = work.state_gradient_bytes
-    if states.fully_sharded and weights == 2.0:
+    if states.fully_sharded and weights == 2.0 and work.stack.sharded_master:
         # the sharded parameters are the master copy; half-precision ones exist while gathered
         weights, optimizer = 4.0, optimizer - 4.0
 

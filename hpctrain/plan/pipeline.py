@@ -41,10 +41,6 @@ def _h1(f: float, i: float, w: float, v: int) -> float:
     return f + max(0.0, i - w)
 
 
-def _h2(f: float, i: float, w: float, v: int) -> float:
-    return f + max(0.0, i - 2.0 * w)
-
-
 def _interleaved(i: int, p: int, v: int, m: int) -> float:
     warm = (v - 1) * p + 2 * (p - i - 1) + 1
     return min(warm, v * m) / v
@@ -59,7 +55,6 @@ FORMS: Mapping[str, Form] = MappingProxyType(
             Form("interleaved", _whole, _interleaved, chunked=True, rounds=True),
             Form("bfs", _whole, lambda i, p, v, m: float(m), chunked=True),
             Form("zb-h1", _h1, lambda i, p, v, m: float(min(p, m))),
-            Form("zb-h2", _h2, lambda i, p, v, m: float(min(2 * p - 1, m))),
         )
     }
 )

@@ -97,6 +97,8 @@ class Stack:
         fp16_gradient_bytes, bf16_gradient_bytes: bytes a gradient element has in the reduction.
         like: stack whose calibration serves where this one has none of its own.
         weight_bytes: bytes a parameter of what half-precision products read, where it is kept.
+        sharded_master: where parameters are sharded, the shards are the fp32 master copy (FSDP);
+            else a half-precision shard stands beside it (ZeRO-3).
         casts: half-precision copies of fp32 weights live until the backward pass is done.
         fp32_stream: under mixed precision without sharding the residual stream stays in fp32.
         optimizer_bytes: bytes a parameter of master weights and moments.
@@ -131,6 +133,7 @@ class Stack:
     like: str = ""
     selective_share: float = 0.0
     weight_bytes: float = 2.0
+    sharded_master: bool = False
     casts: bool = False
     fp32_stream: bool = False
     optimizer_bytes: float = 12.0
@@ -191,6 +194,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "pytorch-2023",
                 "PyTorch 2.0 with flash attention, FSDP or ZeRO-1 without overlap",
                 "flash1",
+                sharded_master=True,
                 balanced_stages=True,
                 scattered_gradients=False,
                 keeps_gathered=True,
@@ -200,6 +204,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 "pytorch-2024",
                 "PyTorch 2.2 and later: flash attention 2, FSDP2, compiled kernels",
                 "flash2",
+                sharded_master=True,
                 balanced_stages=True,
                 sequence_parallel=True,
                 keeps_gathered=True,
