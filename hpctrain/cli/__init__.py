@@ -22,6 +22,7 @@ from hpctrain.errors import Exit, HpctrainError, SpecError
 
 COMMANDS = {
     "init": "Write a commented job file that works as it stands.",
+    "plan": "Say whether a job fits, how fast it is, and what would be better.",
     "submit": "Start a run from a job file, here or on Slurm.",
     "status": "Show where a run stands, and why.",
     "logs": "Print what the ranks of a run wrote.",
@@ -33,6 +34,7 @@ COMMANDS = {
     "data": "Make token files and look into them.",
     "topo": "Show ranks, their places and groups, and what links them.",
     "schedule": "Show, compare and check pipeline schedules.",
+    "calibrate": "Measure this node for the planner.",
     "doctor": "Check what this machine has and what is missing.",
     "run": "Run one rank (every rank executes this).",
 }

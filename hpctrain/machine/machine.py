@@ -11,6 +11,7 @@ from hpctrain.errors import ImpossibleError
 from hpctrain.machine.blocks import Fact, Part, facts
 from hpctrain.machine.hardware import Affinity, LinkClass, LinkKind, Links, Network, NodeTopology
 from hpctrain.machine.launch import Environment, EnvVar, Launch, Option
+from hpctrain.machine.measured import Measured
 from hpctrain.machine.scheduling import Scheduling
 from hpctrain.machine.storage import Containers, Storage
 
@@ -28,6 +29,7 @@ class Machine(Part):
         node, network, links, affinity, launch, rendering, scheduling, storage, containers:
             the blocks, each with its provenance (the ``environment`` block of a file is the
             attribute ``rendering``, since ``environment()`` renders it).
+        measured: what `hpctrain calibrate` measured on a node; None where nobody did.
         notes: what fits no block.
     """
 
@@ -46,6 +48,7 @@ class Machine(Part):
     scheduling: Scheduling
     storage: Storage
     containers: Containers | None = None
+    measured: Measured | None = None
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")

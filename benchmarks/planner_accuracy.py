@@ -1,0 +1,377 @@
+"""The planner against published measurements: step time, ranking, out of memory, memory.
+
+    python benchmarks/planner_accuracy.py [--measurements CSV] [--out-of-memory CSV] [--json]
+
+Any file of the same columns will do. Rows that cannot be modelled are counted and named. With the
+shipped files the two halves are shown as well: numbers fitted on one half of the (source, model)
+groups, errors on it and on the other half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import published_rows
+import yaml
+from published_rows import Row, shown_memory
+
+from hpctrain.plan.memory import limit
+from hpctrain.plan.software import calibration
+from hpctrain.plan.steptime import StepModel
+
+DATA = Path(__file__).parent / "data"
+MEASUREMENTS = DATA / "published_measurements.csv"
+OUT_OF_MEMORY = DATA / "published_out_of_memory.csv"
+LAYOUTS = 5
+"""Fewest layouts of a model on a machine that are ranked."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A measured row and what the planner says of it."""
+
+    row: Row
+    predicted: float
+    used: float
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1; 0 where nothing was measured."""
+        return self.predicted / self.row.seconds - 1 if self.row.seconds else 0.0
+
+
+def predicted(row: Row, table: Mapping[str, Mapping[str, float]] | None = None) -> float:
+    """Seconds of the row's step; with the shipped calibration where ``table`` is None."""
+    values = calibration(row.work.platform.family, row.work.stack.name, table).values
+    return StepModel(row.work.calibrated(values)).step(row.plan).seconds
+
+
+def used_share(row: Row) -> float:
+    """Fullest stage's memory over what a device can hold."""
+    return max(stage.total for stage in StepModel(row.work).memory(row.plan)) / limit(row.work)
+
+
+def outcomes(
+    rows: Iterable[Row], table: Mapping[str, Mapping[str, float]] | None = None
+) -> list[Outcome]:
+    return [Outcome(r, predicted(r, table), used_share(r)) for r in rows]
+
+
+def summary(found: Sequence[Outcome]) -> dict[str, float]:
+    """Mean and median of the absolute errors and the mean error of rows with a measured time."""
+    errors = [o.error for o in found if o.row.seconds]
+    if not errors:
+        return {"rows": 0}
+    return {
+        "rows": len(errors),
+        "mean_abs_error": statistics.fmean(abs(e) for e in errors),
+        "median_abs_error": statistics.median(abs(e) for e in errors),
+        "bias": statistics.fmean(errors),
+    }
+
+
+def grouped(found: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in found:
+        groups[key(outcome)].append(outcome)
+    return {name: summary(members) for name, members in groups.items()}
+
+
+def source_name(row: Row) -> str:
+    """Short name of a row's source: the id without its number."""
+    return row.ident.rsplit("-", 1)[0]
+
+
+def size_name(row: Row) -> str:
+    billions = row.work.model.parameters / 1e9
+    for bound in (3, 10, 30, 100, 300):
+        if billions < bound:
+            return f"below {bound}B"
+    return "300B and more"
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    i = 0
+    while i < len(order):
+        j = i
+        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
+            j += 1
+        for k in range(i, j + 1):
+            ranks[order[k]] = (i + j) / 2
+        i = j + 1
+    return ranks
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation, ties at their mean rank; 0 where one side is constant."""
+    x, y = _ranks(a), _ranks(b)
+    if len(set(x)) < 2 or len(set(y)) < 2:
+        return 0.0
+    return statistics.correlation(x, y)
+
+
+def ranking(found: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each (source, model, devices) with enough layouts: rank correlation, and what choosing
+    the predicted best costs against the best measured (seconds a sample)."""
+    groups: dict[tuple[str, str, int], list[Outcome]] = defaultdict(list)
+    for o in found:
+        if o.row.seconds and o.row.kind != "moe":
+            groups[source_name(o.row), o.row.model, o.row.devices].append(o)
+    table = []
+    for (source, model, devices), members in groups.items():
+        layouts = {(o.row.plan, o.row.work.sequence, o.row.work.kernel) for o in members}
+        if len(layouts) < LAYOUTS:
+            continue
+        # rows of a group may differ in size of model or batch: time a FLOP compares them
+        scale = [
+            o.row.work.global_batch
+            * o.row.work.sequence
+            * o.row.work.model.model_flops_per_token(o.row.work.sequence)
+            for o in members
+        ]
+        measured = [(o.row.seconds or 0.0) / s for o, s in zip(members, scale, strict=True)]
+        guessed = [o.predicted / s for o, s in zip(members, scale, strict=True)]
+        chosen = measured[guessed.index(min(guessed))]
+        table.append(
+            {
+                "source": source,
+                "model": model,
+                "devices": devices,
+                "rows": len(members),
+                "spearman": spearman(measured, guessed),
+                "spread": max(measured) / min(measured) - 1,
+                "chosen_over_best": chosen / min(measured) - 1,
+            }
+        )
+    return table
+
+
+def out_of_memory(fits: Sequence[Outcome], failed: Sequence[Row]) -> dict[str, Any]:
+    """Share of rows whose fitting or failing is told right."""
+    missed = [r for r in failed if used_share(r) <= 1.0]
+    refused = [o.row for o in fits if o.used > 1.0]
+    total = len(fits) + len(failed)
+    right = total - len(missed) - len(refused)
+    return {
+        "oom_rows": len(failed),
+        "fitting_rows": len(fits),
+        "oom_accuracy": right / total if total else math.nan,
+        "oom_missed": len(missed) / len(failed) if failed else math.nan,
+        "missed": [r.ident for r in missed],
+        "refused": [r.ident for r in refused],
+    }
+
+
+def memory_errors(found: Sequence[Outcome]) -> dict[str, Any]:
+    """Error of the memory of rows that state one."""
+    errors = {}
+    for o in found:
+        if not o.row.memory:
+            continue
+        stages = StepModel(o.row.work).memory(o.row.plan)
+        if "rank 0" in o.row.raw.get("notes", ""):
+            stages = stages[:1]
+        elif "first/last" in o.row.raw.get("notes", ""):
+            stages = (stages[0], stages[-1])
+        shown = max(shown_memory(o.row, s) for s in stages)
+        errors[o.row.ident] = shown / o.row.memory - 1
+    if not errors:
+        return {"rows": 0}
+    return {
+        "rows": len(errors),
+        "mean_abs_error": statistics.fmean(abs(e) for e in errors.values()),
+        "bias": statistics.fmean(errors.values()),
+    }
+
+
+def anchors(found: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Predicted beside published, in the publication's own convention, for the anchor rows."""
+    table = []
+    for o in found:
+        row = o.row
+        name = source_name(row)
+        if name not in ("ptdp", "korth") and not (name == "dgxc" and row.work.dtype == "bf16"):
+            continue
+        if not row.seconds:
+            continue
+        entry: dict[str, Any] = {
+            "id": row.ident,
+            "model": row.model,
+            "devices": row.devices,
+            "layout": row.plan.layout.describe(),
+            "recompute": row.plan.recompute,
+            "published_seconds": row.seconds,
+            "predicted_seconds": o.predicted,
+            "error": o.error,
+        }
+        if name == "ptdp":
+            stated = float(row.raw["achieved_tflops_per_gpu"])
+            entry["published_tflops"] = stated
+            entry["predicted_tflops"] = stated * row.seconds / o.predicted
+        table.append(entry)
+    return table
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that is printed."""
+    rows, left = published_rows.load(args.measurements)
+    failed, left_oom = published_rows.load(args.out_of_memory)
+    found = outcomes(rows)
+    timed = [o for o in found if o.row.seconds]
+    untimed = [(o.row.ident, "no measured time is stated") for o in found if not o.row.seconds]
+    kinds = {k: summary([o for o in timed if o.row.kind == k]) for k in ("dense", "moe", "long")}
+    guessed = [o for o in timed if not o.row.known]
+    whole = summary(timed)
+    result: dict[str, Any] = {
+        "step_time_mean_abs_error": whole.get("mean_abs_error", math.nan),
+        "step_time_median_abs_error": whole.get("median_abs_error", math.nan),
+        "rows_used": int(whole["rows"]),
+        "rows_not_modelled": len(left) + len(untimed),
+        "not_modelled": dict([*left, *untimed]),
+        "oom_not_modelled": dict(left_oom),
+        "unknown_accelerators": sorted({o.row.accelerator for o in guessed}),
+        "dense": kinds["dense"],
+        "moe": kinds["moe"],
+        "long_context": kinds["long"],
+        "by_source": grouped(timed, lambda o: source_name(o.row)),
+        "by_accelerator": grouped(
+            timed, lambda o: f"{o.row.work.platform.name}, {o.row.work.stack.name}"
+        ),
+        "by_size": grouped(timed, lambda o: size_name(o.row)),
+        "ranking": ranking(timed),
+        "memory": memory_errors(found),
+        "anchors": anchors(timed),
+        **out_of_memory(found, failed),
+    }
+    if args.measurements == MEASUREMENTS:
+        result["halves"] = halves(rows)
+    if args.rows:
+        result["rows"] = [
+            {
+                "id": o.row.ident,
+                "measured": o.row.seconds,
+                "predicted": o.predicted,
+                "error": o.error,
+                "memory_used": o.used,
+                "filled": list(o.row.filled),
+            }
+            for o in found
+        ]
+    return result
+
+
+def halves(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Errors of the two calibrations that were fitted on one half of the groups each."""
+    found = []
+    for half in (0, 1):
+        path = DATA / f"calibration_half_{half}.yaml"
+        if not path.exists():
+            continue
+        table = yaml.safe_load(path.read_text("utf-8"))
+        members = set(table.pop("groups"))
+        inside = [r for r in rows if published_rows.group_of(r) in members and r.kind != "moe"]
+        outside = [r for r in rows if published_rows.group_of(r) not in members and r.kind != "moe"]
+        found.append(
+            {
+                "fitted_on": half,
+                "on_it": summary(outcomes(inside, table)),
+                "on_the_other": summary(outcomes(outside, table)),
+            }
+        )
+    return found
+
+
+def _line(name: str, s: Mapping[str, float]) -> str:
+    if not s["rows"]:
+        return f"  {name:48s}   0 rows"
+    return (
+        f"  {name:48s} {int(s['rows']):3d} rows  mean {s['mean_abs_error']:6.1%}"
+        f"  median {s['median_abs_error']:6.1%}  bias {s['bias']:+6.1%}"
+    )
+
+
+def show(result: Mapping[str, Any]) -> None:
+    out = print
+    out("Step time, |predicted / measured - 1|")
+    out(
+        f"  all modelled rows: mean {result['step_time_mean_abs_error']:.1%}, median "
+        f"{result['step_time_median_abs_error']:.1%} ({result['rows_used']} rows used, "
+        f"{result['rows_not_modelled']} not modelled)"
+    )
+    for ident, reason in result["not_modelled"].items():
+        out(f"    not modelled: {ident}: {reason}")
+    for key in ("dense", "long_context", "moe"):
+        out(_line(key, result[key]))
+    for half in result.get("halves", ()):
+        out(_line(f"fitted on half {half['fitted_on']}, on it (dense)", half["on_it"]))
+        out(_line(f"fitted on half {half['fitted_on']}, on the other", half["on_the_other"]))
+    for title, key in (
+        ("By source", "by_source"),
+        ("By accelerator and software", "by_accelerator"),
+        ("By size", "by_size"),
+    ):
+        out(title)
+        for name, s in result[key].items():
+            out(_line(name, s))
+    out(f"Ranking of {LAYOUTS} and more layouts")
+    for r in result["ranking"]:
+        out(
+            f"  {r['source']} {r['model']} on {r['devices']}: {r['rows']} rows within "
+            f"{r['spread']:.0%}, Spearman {r['spearman']:.2f}, chosen {r['chosen_over_best']:+.1%} "
+            "over the best"
+        )
+    out("Out of memory")
+    out(
+        f"  right {result['oom_accuracy']:.1%} of {result['oom_rows']} failed and "
+        f"{result['fitting_rows']} fitting rows; failed but predicted to fit "
+        f"{result['oom_missed']:.1%}"
+    )
+    out(f"  missed: {', '.join(result['missed']) or 'none'}")
+    out(f"  refused though they ran: {', '.join(result['refused']) or 'none'}")
+    stated = result["memory"]
+    if stated["rows"]:
+        out(
+            f"Memory where it is stated: {stated['rows']} rows, mean "
+            f"{stated['mean_abs_error']:.1%}, bias {stated['bias']:+.1%}"
+        )
+    out("Anchors, predicted beside published")
+    for a in result["anchors"]:
+        rate = ""
+        if "published_tflops" in a:
+            rate = f"  {a['predicted_tflops']:5.0f} for {a['published_tflops']:.0f} TFLOP/s"
+        out(
+            f"  {a['id']:9s} {a['model'][:28]:28s} {a['devices']:5d} {a['layout'][:34]:34s} "
+            f"{a['recompute'][:9]:9s} {a['predicted_seconds']:7.2f} for "
+            f"{a['published_seconds']:7.2f} s {a['error']:+6.1%}{rate}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--measurements", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--out-of-memory", type=Path, default=OUT_OF_MEMORY)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--rows", action="store_true", help="with --json: every row as well")
+    args = parser.parse_args(argv)
+    result = report(args)
+    if args.json:
+        json.dump(result, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        show(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,479 @@
+"""Published measurements as planner inputs.
+
+A row of ``data/published_measurements.csv`` states a model, a layout and what was measured; empty
+cells are not stated. This module fills them by rules that look at no measured speed, and says
+what it could not model. The rules are listed in docs/planner.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError
+from hpctrain.layout import DENSE_AXES, ParallelLayout
+from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.memory import StageMemory
+from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
+from hpctrain.plan.shapes import ModelShape
+from hpctrain.plan.software import STACKS, calibration
+
+LONG = 32768
+"""Sequences from here on count as long context."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of the software and the network behind the rows of one source.
+
+    Attributes:
+        pattern: regular expression on source, model and notes.
+        stack: software stack.
+        flops: convention of stated TFLOP/s and MFU: ``model``, ``hardware`` or ``causal``.
+        nic: bytes/s one way into a node; the accelerator's usual where None.
+        attention: kernel where the rows do not state it.
+        gradients: bytes of a gradient element; the stack's where None.
+        logit_bytes, parallel_loss: as in Stack; the stack's where None.
+    """
+
+    pattern: str
+    stack: str
+    flops: str = "model"
+    nic: float | None = None
+    attention: str | None = None
+    gradients: int | None = None
+    logit_bytes: float | None = None
+    parallel_loss: bool | None = None
+
+
+ORIGINS = (
+    Origin(r"Megatron-Bridge", "megatron-core-2024", "causal"),
+    Origin(r"dgxc|NeMo", "megatron-core-2024", gradients=2),
+    Origin(r"MoE-ModelZoo|Transformer Engine", "megatron-core-2024"),
+    Origin(r"PTD-P|Narayanan", "megatron-2021", "hardware"),
+    Origin(r"Korthikanti|selective activation", "megatron-2021"),
+    Origin(r"Megatron-LM repo 2020|gpt scaling", "megatron-2020", "hardware"),
+    Origin(r"vTrain", "megatron-2021", nic=100e9),
+    Origin(r"MT-NLG|Megatron-Turing", "megatron-deepspeed-2021", "hardware"),
+    Origin(r"bigscience|BLOOM", "megatron-deepspeed-2021", "hardware", 50e9),
+    Origin(r"OneFlow\]", "oneflow-2021", "hardware", 12.5e9),
+    Origin(r"DLPerf", "megatron-2020", "hardware", 12.5e9),
+    Origin(
+        r"Hagemann", "pytorch-2023", nic=25e9, attention="flash2", gradients=2,
+        logit_bytes=14.0, parallel_loss=False,
+    ),
+    Origin(r"llm-foundry|MosaicML", "pytorch-2023", logit_bytes=4.0),
+    Origin(r"InternEvo|InternLM", "pytorch-2023", "hardware", attention="flash2"),
+    Origin(r"nanotron|torchtitan|TorchTitan|SimpleFSDP", "pytorch-2024"),
+    Origin(r"Frontier|ORNL|LUMI", "pytorch-2023", "hardware", 100e9, "flash2"),
+    Origin(
+        r"Megatron-LM.*(README|examples/(llama|gpt))|Megatron-Core|Megatron Core",
+        "megatron-core-2024",
+    ),
+    Origin(r"Primus|ROCm|rocm", "megatron-core-2024"),
+)  # fmt: skip
+
+GATED = re.compile(
+    r"llama|qwen|mi[sx]tral|deepseek|gemma|\byi\b|internlm|baichuan|grok|kimi|glm|olmo|phi-?3"
+    r"|falcon3|skywork|apertus",
+    re.IGNORECASE,
+)
+PLAIN = re.compile(r"gpt|mpt|bloom|opt|nemotron|bert|megatron|falcon|starcoder", re.IGNORECASE)
+UNTIED = re.compile(
+    r"llama|qwen|mi[sx]tral|deepseek|grok|internlm|baichuan|nemotron|kimi", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, ready to be predicted.
+
+    Attributes:
+        ident, source, model, accelerator, devices: as the row states them.
+        raw: the row.
+        work, plan: what the planner is asked.
+        seconds: measured step, or the one that the stated throughput means; None in rows that
+            ran out of memory.
+        memory: bytes a device, where stated.
+        kind: ``dense``, ``moe`` or ``long``.
+        known: the accelerator is in the catalogue.
+        filled: cells that were not stated and had to be assumed.
+    """
+
+    ident: str
+    source: str
+    model: str
+    accelerator: str
+    devices: int
+    raw: dict[str, str]
+    work: Workload
+    plan: Strategy
+    seconds: float | None
+    memory: float | None
+    kind: str
+    known: bool
+    filled: tuple[str, ...] = field(default=())
+
+    @property
+    def doubtful(self) -> bool:
+        """The accelerator was guessed by whoever recorded the row: predicted, never fitted."""
+        return "GPU type not" in self.raw.get("notes", "")
+
+    @property
+    def series(self) -> str:
+        """The source without its per-row part, for grouping."""
+        return re.sub(r"\s*(trial|row|run)\s*\d+.*$", "", self.source)
+
+
+class NotModelled(Exception):
+    """A row states too little, or something the planner has no model of."""
+
+
+def _number(raw: dict[str, str], key: str) -> float | None:
+    text = (raw.get(key) or "").strip()
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
+def origin_of(raw: dict[str, str]) -> Origin:
+    """The origin whose pattern the row's source matches, else a guess from hardware and type."""
+    text = f"{raw.get('source', '')} {raw.get('model', '')}"
+    for origin in ORIGINS:
+        if re.search(origin.pattern, text, re.IGNORECASE):
+            return origin
+    name = raw.get("gpu", "")
+    states = raw.get("zero_stage_or_fsdp", "")
+    old = raw.get("dtype") == "fp16"
+    if re.search("v100", name, re.IGNORECASE):
+        return Origin("", "megatron-2020", "hardware")
+    if re.search("a[18]00", name, re.IGNORECASE):
+        return Origin(
+            "", "megatron-2021" if old else "pytorch-2023", attention=None if old else "flash2"
+        )
+    if re.search("mi2|frontier|lumi", name, re.IGNORECASE):
+        return Origin("", "pytorch-2023", attention="flash2")
+    if re.search("fsdp|zero", states, re.IGNORECASE) or states in ("2", "3"):
+        return Origin("", "pytorch-2024")
+    return Origin("", "megatron-core-2024")
+
+
+def _kernel(raw: dict[str, str], origin: Origin) -> tuple[str | None, bool | None]:
+    """Attention kernel and fused norms, where the notes state them."""
+    found = re.search(r"kernel=([^;]*)", raw.get("notes", ""))
+    if not found:
+        return origin.attention, None
+    text = found[1].lower()
+    if "flash_attention2" in text or "flash2" in text:
+        kernel: str | None = "flash2"
+    elif "flash" in text:
+        kernel = "flash1"
+    elif "torch" in text:
+        kernel = "torch"
+    elif "fused" in text:
+        kernel = "fused"
+    else:
+        kernel = origin.attention
+    return kernel, "rms" in text
+
+
+def _states(text: str) -> StatePlacement:
+    text = text.strip().lower()
+    if "fsdp" in text or text == "3" or "zero-3" in text or "zero3" in text:
+        placed = StatePlacement.zero(3)
+        if "grad_op" in text or "zero2" in text or "zero-2" in text:
+            return replace(placed, parameters=Placement.MATERIALISED)
+        return placed
+    if text in ("dist-opt", "1", "zero1", "zero-1", "distopt"):
+        return StatePlacement.zero(1)
+    if text in ("2", "zero2", "zero-2"):
+        return StatePlacement.zero(2)
+    return StatePlacement.zero(0)
+
+
+def _model(raw: dict[str, str], filled: list[str]) -> ModelShape:
+    def need(key: str) -> int:
+        value = _number(raw, key)
+        if value is None:
+            raise NotModelled(f"{key} is not stated")
+        return int(value)
+
+    name = f"{raw.get('model', '')}"
+    layers, hidden = need("layers"), need("hidden")
+    billions = _number(raw, "params_b")
+    heads = _number(raw, "heads")
+    if heads is None:
+        filled.append("heads")
+        heads = max(1, hidden // 128)
+    kv = _number(raw, "kv_heads")
+    if kv is None:
+        filled.append("kv_heads")
+        kv = heads
+    experts = int(_number(raw, "experts") or 0)
+    topk = int(_number(raw, "topk") or 0)
+    if experts > 1 and not topk:
+        filled.append("topk")
+        topk = 2
+    if experts <= 1:
+        experts = topk = 0
+    ffn = _number(raw, "ffn_hidden")
+    if GATED.search(name):
+        gated = True
+    elif PLAIN.search(name):
+        gated = False
+    else:
+        gated = _nearer_gated(raw, layers, hidden, int(heads), int(kv), ffn, billions)
+    if ffn is None:
+        filled.append("ffn_hidden")
+        ffn = 4 * hidden if not gated else -(-8 * hidden // (3 * 256)) * 256
+    tied = not UNTIED.search(name)
+    head_dim = max(1, hidden // int(heads))
+    if re.search(r"qwen3", name, re.IGNORECASE) and hidden // int(heads) < 128:
+        head_dim = 128  # published width of a head in this family, not hidden / heads
+    vocab = _number(raw, "vocab")
+    shape = ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=int(heads),
+        kv_heads=int(kv),
+        head_dim=head_dim,
+        ffn_hidden=int(ffn),
+        vocab=int(vocab or 51200),
+        gated=gated,
+        tied=tied,
+        bias=not gated,
+        layernorm=not gated,
+        positions=0 if gated else int(_number(raw, "seq") or 2048),
+        experts=experts,
+        topk=topk,
+    )
+    if vocab is None:
+        filled.append("vocab")
+        rate, speed = _number(raw, "achieved_tflops_per_gpu"), _number(raw, "tokens_per_s_per_gpu")
+        if rate and speed and not experts:
+            # model FLOPs a token are the quotient; what the blocks leave over is the output layer
+            sequence = int(_number(raw, "seq") or 2048)
+            body = replace(shape, vocab=0).model_flops_per_token(sequence)
+            rows = (rate * 1e12 / speed - body) / (6.0 * hidden)
+            if 16_000 < rows < 300_000:
+                shape = replace(shape, vocab=int(rows))
+    return shape
+
+
+def _nearer_gated(
+    raw: dict[str, str],
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv: int,
+    ffn: float | None,
+    billions: float | None,
+) -> bool:
+    """Whether the stated size is nearer to three feed-forward matrices than to two."""
+    if ffn is None or billions is None or _number(raw, "experts"):
+        return ffn is not None and ffn < 3.9 * hidden
+    attention = hidden * hidden * (2 + 2 * kv / heads)
+    vocab = _number(raw, "vocab") or 50000
+    sizes = {m: layers * (attention + m * hidden * ffn) + vocab * hidden for m in (2, 3)}
+    return abs(sizes[3] / 1e9 - billions) < abs(sizes[2] / 1e9 - billions)
+
+
+def _platform(raw: dict[str, str], origin: Origin) -> Platform:
+    name = raw.get("gpu", "")
+    found = find_accelerator(name)
+    if found is None:
+        platform = replace(CATALOGUE["H100"], name=name or "unknown", family="unknown", known=False)
+    else:
+        platform = CATALOGUE[found]
+    node = int(_number(raw, "gpus_per_node") or platform.node_devices)
+    nic = origin.nic
+    stated = re.search(
+        r"(\d+)\s*x\s*(?:HDR|NDR|EDR|IB)?\s*(\d+)\s*G(?:b|bps)", raw.get("notes", "")
+    )
+    if nic is None and stated:
+        nic = int(stated[1]) * int(stated[2]) / 8 * 1e9
+    if node != platform.node_devices or nic is not None:
+        platform = platform.in_node(node, nic)
+    return platform
+
+
+def parse(raw: dict[str, str]) -> Row:
+    """A row as the planner's input.
+
+    Raises:
+        NotModelled: too little is stated.
+    """
+    filled: list[str] = []
+    origin = origin_of(raw)
+    devices = _number(raw, "gpus")
+    sequence = _number(raw, "seq")
+    batch = _number(raw, "global_batch")
+    if not devices or not sequence:
+        raise NotModelled("gpus or seq is not stated")
+    devices = int(devices)
+    shape = _model(raw, filled)
+    stack = STACKS[origin.stack]
+    if stack.dropout:
+        shape = replace(shape, dropout=True)
+    platform = _platform(raw, origin)
+
+    def degree(key: str) -> int:
+        value = _number(raw, key)
+        if value is None:
+            filled.append(key)
+        return max(1, int(value or 1))
+
+    tp, pp, cp, ep = degree("tp"), degree("pp"), degree("cp"), degree("ep")
+    if devices % (tp * pp * cp):
+        raise NotModelled(f"tp·pp·cp = {tp * pp * cp} does not divide {devices} devices")
+    dp = devices // (tp * pp * cp)
+    micro = _number(raw, "micro_batch")
+    if batch is None and micro is None:
+        raise NotModelled("neither global_batch nor micro_batch is stated")
+    if micro is None:
+        filled.append("micro_batch")
+        micro = max(1, int(batch or 1) // dp) if pp == 1 else 1
+    if batch is None:
+        filled.append("global_batch")
+        batch = micro * dp * (4 * pp if pp > 1 else 1)
+    schedule = raw.get("schedule", "").strip()
+    virtual = _number(raw, "vpp_interleave")
+    if virtual is None:
+        virtual = 1
+        if pp > 1:
+            filled.append("vpp_interleave")
+            told = schedule == "interleaved-1f1b"
+            if (told or not schedule) and origin.stack == "megatron-core-2024":
+                virtual = max(1, shape.layers // pp)
+    states = _states(raw.get("zero_stage_or_fsdp", ""))
+    if not raw.get("zero_stage_or_fsdp", "").strip():
+        filled.append("zero_stage_or_fsdp")
+        if origin.stack in ("megatron-core-2024", "pytorch-2024"):
+            states = StatePlacement.zero(1)
+    sharded = states.fully_sharded
+    layout = ParallelLayout(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        dp_replicate=1 if sharded or states.optimizer is not Placement.REPLICATED else dp,
+        dp_shard=dp if sharded or states.optimizer is not Placement.REPLICATED else 1,
+        ep=ep,
+    )
+    parallel = _number(raw, "seqpar")
+    if parallel is None:
+        filled.append("seqpar")
+        parallel = float(stack.sequence_parallel)
+    recompute = raw.get("recompute", "").strip()
+    if recompute not in ("none", "selective", "full"):
+        filled.append("recompute")
+        recompute = "full" if stack.name.startswith("megatron-2") else "none"
+    dtype = raw.get("dtype", "").strip().lower() or "bf16"
+    if dtype not in ("bf16", "fp16", "fp8", "fp32"):
+        dtype = "fp8" if "8" in dtype else "bf16"
+    kernel, fused = _kernel(raw, origin)
+    fitted = calibration(platform.family, origin.stack)
+    work = Workload(
+        model=shape,
+        sequence=int(sequence),
+        global_batch=int(batch),
+        dtype=dtype,
+        platform=platform,
+        stack=stack,
+        values=fitted.values,
+        attention=kernel,
+        fused_norms=fused,
+        logit_bytes=origin.logit_bytes,
+        parallel_loss=origin.parallel_loss,
+        reduce_bytes=2 if "PURE" in raw.get("notes", "") else origin.gradients,
+    )
+    plan = Strategy(
+        layout=layout,
+        micro_batch=int(micro),
+        virtual=max(1, int(virtual)),
+        schedule=schedule or "1f1b",
+        states=states,
+        recompute=recompute,
+        sequence_parallel=bool(parallel) and tp > 1,
+        order=DENSE_AXES,  # what Megatron and its kin number ranks by
+    )
+    memory = _memory(raw)
+    kind = "moe" if shape.experts else "long" if sequence >= LONG else "dense"
+    return Row(
+        ident=raw.get("id", ""),
+        source=raw.get("source", ""),
+        model=raw.get("model", ""),
+        accelerator=raw.get("gpu", ""),
+        devices=devices,
+        raw=raw,
+        work=work,
+        plan=plan,
+        seconds=measured_seconds(raw, work, plan, devices, origin.flops),
+        memory=memory,
+        kind=kind,
+        known=platform.known,
+        filled=tuple(filled),
+    )
+
+
+def _memory(raw: dict[str, str]) -> float | None:
+    """Stated memory in bytes; monitors and frameworks print GiB and call it GB."""
+    stated = _number(raw, "mem_gb_per_gpu")
+    return stated * 2**30 if stated else None
+
+
+def shown_memory(row: Row, stage: StageMemory) -> float:
+    """What the row's way of measuring shows of a stage: allocated, reserved, or all in use."""
+    notes = row.raw.get("notes", "")
+    reserved = row.work.stack.reserved
+    if "peak allocated" in notes:
+        return stage.total - stage.context
+    if "nvidia-smi" in notes:
+        return stage.total * reserved
+    return (stage.total - stage.context) * reserved
+
+
+def measured_seconds(
+    raw: dict[str, str], work: Workload, plan: Strategy, devices: int, flops: str
+) -> float | None:
+    """The step time a row states, or the one its throughput means."""
+    step = _number(raw, "step_time_s")
+    if step:
+        return step
+    tokens = work.global_batch * work.sequence
+    speed = _number(raw, "tokens_per_s_per_gpu")
+    if speed:
+        return tokens / (speed * devices)
+    rate = _number(raw, "achieved_tflops_per_gpu")
+    share = _number(raw, "mfu_pct")
+    if rate is None and share is not None:
+        rate = share / 100 * work.platform.peak_flops(work.dtype) / 1e12
+    if not rate:
+        return None
+    model = work.model
+    if flops == "hardware" and plan.recompute == "full":
+        each = model.hardware_flops_per_token(work.sequence)
+    elif flops == "causal":
+        each = model.causal_flops_per_token(work.sequence)
+    else:
+        each = model.model_flops_per_token(work.sequence)
+    return tokens * each / (rate * 1e12 * devices)
+
+
+def group_of(row: Row) -> str:
+    """The (source, model) group that a row is split by."""
+    return f"{row.series}|{row.model}"
+
+
+def load(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Rows of a CSV file, and (id, reason) of those that cannot be modelled."""
+    rows, left = [], []
+    with path.open(newline="", encoding="utf-8") as stream:
+        for raw in csv.DictReader(stream):
+            try:
+                rows.append(parse({k: v or "" for k, v in raw.items() if k}))
+            except (NotModelled, HpctrainError, ValueError) as error:
+                left.append((raw.get("id", "?"), str(error)))
+    return rows, left

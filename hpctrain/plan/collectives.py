@@ -1,0 +1,99 @@
+"""Seconds of collectives and sends on groups placed in a node, over nodes, or both.
+
+Rings and trees move the bytes that the bandwidth-optimal algorithm needs: (n-1)/n of the result
+in an all-gather or reduce-scatter, twice that in an all-reduce. A group with several members in
+a node moves inside it over the fast links and between nodes over those members' share of the
+cards, the two overlapped; every step adds a latency.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpctrain.plan.platform import Platform
+from hpctrain.plan.software import Calibration
+
+_NODE_HOPS = 4.0
+"""Latency of a step between nodes against one inside, times log2 of the nodes (a tree)."""
+_RING_LIMIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks of a collective: ``size`` of them, ``local`` of each in one fast domain."""
+
+    size: int
+    local: int
+
+    @property
+    def domains(self) -> float:
+        return self.size / self.local
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """Links of a platform under a calibration."""
+
+    platform: Platform
+    link: float
+    network: float
+    hop: float
+
+    @classmethod
+    def of(cls, platform: Platform, values: Calibration) -> Wires:
+        return cls(platform, values.link, values.network, values.hop_seconds)
+
+    def group(self, *axes: tuple[int, int]) -> Group:
+        """The joint group of nested axes, each given as (ranks, ranks between neighbours)."""
+        domain = self.platform.domain_devices
+        size = local = 1
+        for ranks, stride in axes:
+            size *= ranks
+            near = min(ranks, max(1, domain // stride))
+            while ranks % near:
+                near -= 1
+            local *= near
+        return Group(size, local)
+
+    def gather(self, total: float, group: Group) -> float:
+        """Seconds of an all-gather to ``total`` bytes, or a reduce-scatter of ``total`` bytes."""
+        n, local = group.size, group.local
+        if n <= 1:
+            return 0.0
+        inside = outside = 0.0
+        if local > 1:
+            rate = self.platform.domain_bandwidth(local) * self.link
+            inside = total * (local - 1) / local / rate
+        if n > local:
+            rate = min(self.platform.nic_bandwidth * local, self.platform.link_bandwidth)
+            outside = total * (n - 1) / n / (rate * self.network)
+        hops = min(local, _RING_LIMIT) - 1 + _NODE_HOPS * math.log2(n / local)
+        return max(inside, outside) + self.hop * hops
+
+    def all_reduce(self, total: float, group: Group) -> float:
+        """Seconds of an all-reduce of ``total`` bytes a rank."""
+        return 2.0 * self.gather(total, group)
+
+    def all_to_all(self, sent: float, group: Group) -> float:
+        """Seconds in which each rank sends ``sent`` bytes, spread evenly over the group."""
+        n, local = group.size, group.local
+        if n <= 1:
+            return 0.0
+        inside = outside = 0.0
+        if local > 1:
+            rate = self.platform.domain_bandwidth(local) * self.link
+            inside = sent * (local - 1) / n / rate
+        if n > local:
+            outside = sent * (n - local) / n / (self.platform.nic_bandwidth * self.network)
+        return max(inside, outside) + self.hop * (1 + _NODE_HOPS * math.log2(n / local))
+
+    def send(self, moved: float, ranks: int, stride: int) -> float:
+        """Seconds to send ``moved`` bytes to the next of ``ranks`` that are ``stride`` apart.
+
+        Over the network as soon as one pair of the chain lies in two domains: the slowest link
+        sets a pipeline's pace.
+        """
+        if stride * ranks <= self.platform.domain_devices:
+            return moved / (self.platform.peer_bandwidth * self.link) + self.hop
+        return moved / (self.platform.nic_bandwidth * self.network) + 2.0 * self.hop

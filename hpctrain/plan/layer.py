@@ -1,0 +1,233 @@
+"""Seconds that one micro-batch spends in one block, by kind of work, and in the output layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from hpctrain.plan.collectives import Wires
+from hpctrain.plan.inputs import Strategy, Workload
+from hpctrain.plan.kernels import Device
+
+# Element-wise memory traffic, bytes a token and unit of width in half precision. Two norms and
+# two residual additions run on the residual stream; a fused norm reads and writes once forward
+# (and reads twice, writes once backward), an unfused RMSNorm in fp32 makes 36 bytes of passes.
+_NORM = (8.0, 20.0)
+_NORM_UNFUSED = (48.0, 73.0)
+_RESIDUAL = (12.0, 12.0)
+_DROPOUT = (2.0, 0.0)
+_GELU = (4.0, 6.0)
+_SWIGLU = (6.0, 10.0)
+_ROTARY = (8.0, 8.0)
+_LOSS = 26.0
+"""Bytes a logit: casts, log-sum-exp and its gradient in fp32."""
+_EMBEDDING = 20.0
+_PERMUTE = 12.0
+"""Bytes a routed token and unit of width: gather, scatter and weighting, forward; as much back."""
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Time by kind. ``launch`` is what a device idles between kernels."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return (
+            self.products
+            + self.attention
+            + self.elementwise
+            + self.launch
+            + self.tp
+            + self.cp
+            + self.ep
+        )
+
+    @property
+    def communication(self) -> float:
+        return self.tp + self.cp + self.ep
+
+    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
+        """Field by field, ``self + times · other``."""
+        return Seconds(
+            **{f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in fields(self)}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One block and one micro-batch: forward, backward, and forward again where recomputed."""
+
+    forward: Seconds
+    backward: Seconds
+    recompute: Seconds
+    weights: float = 0.0
+    """Part of the backward pass that only weight gradients need."""
+    total: float = 0.0
+    """All of it."""
+
+
+def layer_time(
+    work: Workload, device: Device, wires: Wires, plan: Strategy, *, dense: bool = False
+) -> LayerTime:
+    """Time of one block under a strategy.
+
+    Args:
+        work: model, sequence and software.
+        device, wires: rates of the platform.
+        plan: the cut; only tp, cp, ep, etp, micro-batch, recompute and sequence parallelism count.
+        dense: the block has a dense network in a model with experts.
+    """
+    model, values, layout = work.model, work.values, plan.layout
+    tp, cp = layout.tp, layout.cp
+    strides = plan.strides()
+    tokens = plan.micro_batch * work.sequence / cp
+    split = tp if plan.sequence_parallel else 1
+    kernel = work.kernel
+
+    forward, backward = Seconds(), Seconds()
+    weights = 0.0
+    width = model.heads * model.head_dim
+    for inputs, outputs in ((model.hidden, model.qkv_width / tp), (width / tp, model.hidden)):
+        f, i, w = device.linear(tokens, inputs, outputs)
+        forward.products += f
+        backward.products += i + w
+        weights += w
+    forward.attention, backward.attention = device.attention_core(
+        kernel,
+        plan.micro_batch,
+        work.sequence / cp,
+        work.sequence,
+        model.heads / tp,
+        model.head_dim,
+    )
+
+    # Element-wise work on the residual stream and inside the block.
+    norm = (
+        _NORM
+        if work.norms_fused
+        else (_NORM_UNFUSED[0] * device.unfused_norm, _NORM_UNFUSED[1] * device.unfused_norm)
+    )
+    rotary = _ROTARY if model.positions == 0 and model.gated else (0.0, 0.0)
+    inner = _SWIGLU if model.gated else _GELU
+    sparse = bool(model.experts) and not dense
+    ffn = model.ffn_hidden * max(model.topk, 1) + model.shared_ffn
+    if not sparse and model.experts:
+        ffn = model.dense_ffn or model.ffn_hidden
+    for side, seconds in enumerate((forward, backward)):
+        stream = norm[side] + _RESIDUAL[side] + (_DROPOUT[side] if model.dropout else 0.0)
+        moved = tokens * model.hidden * stream / split
+        moved += tokens * (inner[side] * ffn + rotary[side] * model.hidden) / tp
+        seconds.elementwise = device.stream(moved)
+
+    forward.launch = values.layer_seconds / 3.0
+    backward.launch = values.layer_seconds * 2.0 / 3.0
+
+    # Feed-forward network.
+    gate = 2 if model.gated else 1
+    if sparse:
+        weights += _experts(work, device, wires, plan, forward, backward)
+        dense_ffn = model.shared_ffn
+    else:
+        dense_ffn = int(ffn)
+    if dense_ffn:
+        for inputs, outputs in (
+            (model.hidden, gate * dense_ffn / tp),
+            (dense_ffn / tp, model.hidden),
+        ):
+            f, i, w = device.linear(tokens, inputs, outputs)
+            forward.products += f
+            backward.products += i + w
+            weights += w
+
+    # Tensor parallelism: two all-reduces, or their halves on both sides of the split regions.
+    if tp > 1:
+        one = wires.gather(2.0 * tokens * model.hidden, wires.group((tp, strides["tp"])))
+        count = 2.0 if sparse and plan.sequence_parallel else 4.0
+        forward.tp = count * one * (1.0 - values.tp_overlap)
+        hidden = max(values.tp_overlap, values.tp_backward_overlap)
+        backward.tp = count * one * (1.0 - hidden)
+        if plan.sequence_parallel:
+            # inputs are gathered once more for weight gradients, beside a product
+            backward.tp += 2.0 * one * 0.5 * (1.0 - hidden)
+
+    # Context parallelism: keys and values travel the ring behind the attention of the last block.
+    if cp > 1:
+        kv = 4.0 * tokens * model.kv_heads * model.head_dim / tp
+        ring = wires.gather(kv * cp, wires.group((cp, strides["cp"])))
+        forward.cp = max(0.0, ring - 0.8 * forward.attention)
+        backward.cp = max(0.0, 2.0 * ring - 0.8 * backward.attention)
+
+    recompute = Seconds()
+    if plan.recompute == "full":
+        recompute = forward
+    elif plan.recompute == "selective" and kernel in ("torch", "fused"):
+        recompute.attention = forward.attention
+    elif plan.recompute == "selective":
+        share = work.stack.selective_share
+        recompute.products = share * forward.products
+        recompute.elementwise = share * forward.elementwise
+    total = forward.total + backward.total + recompute.total
+    return LayerTime(forward, backward, recompute, weights, total)
+
+
+def _experts(
+    work: Workload,
+    device: Device,
+    wires: Wires,
+    plan: Strategy,
+    forward: Seconds,
+    backward: Seconds,
+) -> float:
+    """Adds routed experts: dispatch, grouped products and combine; returns weight-gradient time."""
+    model, layout = work.model, plan.layout
+    ep, etp = layout.ep, layout.etp
+    tokens = plan.micro_batch * work.sequence / layout.cp
+    held = tokens / layout.tp  # the router deals out the sequence-split tokens
+    routed = held * model.topk * etp  # rows of the local experts, with balanced routing
+    local = model.experts / ep
+    rows = routed * (ep / model.experts)
+    gate = 2 if model.gated else 1
+    weights = 0.0
+    for inputs, outputs in (
+        (model.hidden, gate * model.ffn_hidden / etp),
+        (model.ffn_hidden / etp, model.hidden),
+    ):
+        f, i, w = device.linear(max(rows, 1.0), inputs, outputs)
+        forward.products += f * local
+        backward.products += (i + w) * local
+        weights += w * local
+    moved = held * model.topk * model.hidden * _PERMUTE
+    forward.elementwise += device.stream(moved)
+    backward.elementwise += device.stream(moved)
+    if ep > 1:
+        group = wires.group((ep, etp))
+        one = wires.all_to_all(2.0 * held * model.topk * model.hidden, group)
+        exposed = 2.0 * one * (1.0 - work.values.expert_overlap)
+        forward.ep += exposed
+        backward.ep += exposed
+    return weights
+
+
+def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> float:
+    """Seconds a micro-batch of the output layer and its loss, forward and backward."""
+    model, layout = work.model, plan.layout
+    tokens = plan.micro_batch * work.sequence / layout.cp
+    vocab = model.vocab / layout.tp
+    products = sum(device.linear(tokens, model.hidden, vocab))
+    if work.loss_is_parallel or layout.tp == 1:
+        return products + device.stream(tokens * vocab * _LOSS)
+    whole = wires.gather(2.0 * tokens * model.vocab, wires.group((layout.tp, plan.strides()["tp"])))
+    return products + whole + device.stream(tokens * model.vocab * _LOSS)
+
+
+def embedding_time(work: Workload, device: Device, plan: Strategy) -> float:
+    """Seconds a micro-batch of the embedding's look-up and its gradient."""
+    tokens = plan.micro_batch * work.sequence / plan.layout.cp
+    return device.stream(tokens * work.model.hidden * _EMBEDDING)

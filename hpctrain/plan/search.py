@@ -1,0 +1,460 @@
+"""Every valid layout of a job, scored; pruned by memory and divisibility and by nothing else.
+
+A branch is left out only where a bound proves that nothing in it can be valid: a lower bound of
+the memory of all its members is more than a device holds. Everything else is scored, with the
+same parts and the same composition as ``StepModel.step``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from hpctrain.errors import ImpossibleError
+from hpctrain.layout import DEFAULT_ORDER, ParallelLayout, divisors
+from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.memory import Activations, activations, counts, limit, state_bytes
+from hpctrain.plan.pipeline import FORMS
+from hpctrain.plan.steptime import Pipe, StateCost, StepModel, compose
+
+MATERIALISED = replace(StatePlacement.zero(3), parameters=Placement.MATERIALISED)
+STATES: tuple[tuple[str, StatePlacement], ...] = (
+    ("none", StatePlacement.zero(0)),
+    ("zero1", StatePlacement.zero(1)),
+    ("zero2", MATERIALISED),
+    ("zero3", StatePlacement.zero(3)),
+)
+"""Placements that are searched, by the name that a job file gives them where it has one."""
+
+_SHARDED = StatePlacement.zero(3)
+
+ORDERS = (DEFAULT_ORDER, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is searched; None means every value that divides.
+
+    Attributes:
+        tensor, context, pipeline, expert, micro_batch: degrees that are tried.
+        expert_tensor: as above; 1 only where None.
+        schedules: names of closed forms in hpctrain.plan.pipeline.
+        virtual: most chunks a rank.
+        recompute: policies.
+        states: names in STATES.
+        sequence_parallel: values tried wherever there is tensor parallelism.
+        orders: axis orders.
+    """
+
+    tensor: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = None
+    pipeline: tuple[int, ...] | None = None
+    expert: tuple[int, ...] | None = None
+    expert_tensor: tuple[int, ...] | None = None
+    micro_batch: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1")
+    virtual: int = 16
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    states: tuple[str, ...] = ("none", "zero1", "zero2", "zero3")
+    sequence_parallel: tuple[bool, ...] = (True, False)
+    orders: tuple[tuple[str, ...], ...] = ORDERS
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout with its score.
+
+    Attributes:
+        strategy: the cut.
+        seconds: of a step.
+        memory: bytes of the fullest rank.
+        devices: how many it runs on.
+    """
+
+    strategy: Strategy
+    seconds: float
+    memory: float
+    devices: int
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the fastest candidates that fit, fastest first.
+        front: no other candidate is both as fast and as small; by time.
+        scored: valid layouts that were scored.
+        too_big: branches that were left out because nothing in them fits.
+        least_memory: smallest memory met among what does not fit, for the message.
+    """
+
+    best: list[Candidate] = field(default_factory=list)
+    front: list[Candidate] = field(default_factory=list)
+    scored: int = 0
+    too_big: int = 0
+    least_memory: float = float("inf")
+
+
+def degrees(work: Workload, devices: int, space: Space) -> Iterator[ParallelLayout]:
+    """Every (tp, cp, pp, ep, etp) that divides devices, model and batch; all data parallelism in
+    ``dp_replicate``."""
+    model = work.model
+    for tp in space.tensor or divisors(devices):
+        if devices % tp or model.heads % tp or model.ffn_hidden % tp:
+            continue
+        if model.kv_heads % tp and tp % model.kv_heads:
+            continue
+        for cp in space.context or divisors(devices // tp):
+            # two pieces a rank, so that causal work is even
+            if devices % (tp * cp) or (cp > 1 and work.sequence % (2 * cp)):
+                continue
+            for pp in space.pipeline or divisors(devices // (tp * cp)):
+                if devices % (tp * cp * pp) or pp > model.layers:
+                    continue
+                dp = devices // (tp * cp * pp)
+                if work.global_batch % dp:
+                    continue
+                yield from _with_experts(work, tp, cp, pp, dp, space)
+
+
+def _with_experts(
+    work: Workload, tp: int, cp: int, pp: int, dp: int, space: Space
+) -> Iterator[ParallelLayout]:
+    model = work.model
+    if not model.experts:
+        yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp_replicate=dp)
+        return
+    stage = tp * cp * dp
+    for etp in space.expert_tensor or (1,):
+        if stage % etp or model.ffn_hidden % etp:
+            continue
+        for ep in space.expert or divisors(stage // etp):
+            if model.experts % ep or stage % (ep * etp):
+                continue
+            yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp_replicate=dp, ep=ep, etp=etp)
+
+
+def chunkings(work: Workload, pp: int, m: int, space: Space) -> list[tuple[str, int]]:
+    """Schedules and chunks a rank that the number of stages, layers and micro-batches allow."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    layers = work.model.layers
+    found = []
+    for name in space.schedules:
+        form = FORMS[name]
+        if form.rounds and m % pp:
+            continue
+        if not form.chunked:
+            found.append((name, 1))
+            continue
+        found += [
+            (name, v)
+            for v in range(2, min(space.virtual, layers // pp) + 1)
+            if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
+        ]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A placement of the states, ready to be combined with any pipeline of its degrees."""
+
+    placement: StatePlacement
+    shard: int
+    cost: StateCost
+    block: float
+    """Bytes a block of a stage."""
+    first: float
+    last: float
+    whole: float
+    """Bytes of what stands once, however many blocks a stage has."""
+    sharded: bool
+    """Parameters are sharded."""
+    far: bool
+    """The pipeline leaves the fast links: where it lies depends on how wide shards are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Placements, and for each of their four sizes the least of all: a bound of any of them."""
+
+    members: list[_State]
+    least: tuple[float, float, float, float]
+
+
+def _states(
+    model: StepModel, plan: Strategy, layers: int, space: Space, order: tuple[str, ...]
+) -> _States:
+    """Every placement of the states over the data-parallel ranks of a layout."""
+    work, layout = model.work, plan.layout
+    dp = layout.dp
+    found = []
+    for name, placement in STATES:
+        if name not in space.states:
+            continue
+        for shard in (1,) if name == "none" else divisors(dp):
+            if name != "none" and shard == 1 and layout.cp == 1:
+                continue  # nothing to share: the same as "none"
+            divided = replace(layout, dp_replicate=dp // shard, dp_shard=shard)
+            cut = replace(plan, layout=divided, states=placement, order=order)
+            size, state = counts(work, cut), state_bytes(work, cut)
+            common, routed = sum(state.common), sum(state.routed)
+            block = size.dense + size.experts
+            found.append(
+                _State(
+                    placement=placement,
+                    shard=shard,
+                    cost=model.state(cut, layers),
+                    block=size.dense * common + size.experts * routed + state.block * block,
+                    first=size.first * (common + state.ends),
+                    last=size.last * (common + state.ends),
+                    whole=state.unit * block,
+                    sharded=placement.fully_sharded,
+                    far=_far(work, cut),
+                )
+            )
+    least = (
+        min(s.block for s in found),
+        min(s.whole for s in found),
+        min(s.first for s in found),
+        min(s.last for s in found),
+    )
+    return _States(found, least)
+
+
+def _far(work: Workload, plan: Strategy) -> bool:
+    """Whether a pipeline's chain spans several domains of fast links."""
+    return plan.strides()["pp"] * plan.layout.pp > work.platform.domain_devices
+
+
+class _Fills:
+    """Bytes of activations of the stages that can be the fullest, and their blocks.
+
+    Held micro-batches never grow along the stages of a closed form, so that of a run of like
+    stages the first is the fullest.
+    """
+
+    __slots__ = ("alone", "blocks_first", "blocks_last", "first", "inner", "last")
+
+    def __init__(
+        self,
+        pp: int,
+        virtual: int,
+        m: int,
+        schedule: str,
+        work: Workload,
+        pipe: Pipe,
+        kept: Activations,
+    ) -> None:
+        base = kept.live + kept.buffers + work.context_bytes
+        held = FORMS[schedule].held
+        runs = [
+            (k.layers, (held(k.start, pp, virtual, m) if pp > 1 else 1.0) * k.layers * kept.kept)
+            for k in pipe.kinds
+        ]
+        self.alone = pp == 1
+        self.blocks_first, bytes_first = runs[0]
+        self.blocks_last, bytes_last = runs[-1]
+        self.first = bytes_first + base + (kept.logits if self.alone else 0.0)
+        self.last = bytes_last + base + kept.logits
+        self.inner = [(layers, held_bytes + base) for layers, held_bytes in runs[1:-1]]
+
+    def bytes(self, block: float, whole: float, first: float, last: float) -> float:
+        """Of the fullest stage, with the given bytes a block, a rank and the two ends."""
+        most = self.first + self.blocks_first * block + first
+        if self.alone:
+            return most + whole + last
+        other = self.last + self.blocks_last * block + last
+        if other > most:
+            most = other
+        for blocks, fixed in self.inner:
+            other = fixed + blocks * block
+            if other > most:
+                most = other
+        return most + whole
+
+
+def search(
+    work: Workload,
+    devices: int,
+    space: Space | None = None,
+    *,
+    keep: int = 50,
+    room: float | None = None,
+) -> Found:
+    """Scores every valid layout of ``devices`` devices.
+
+    Args:
+        work: the job.
+        devices: how many there are; all are used.
+        space: what is tried; everything where None.
+        keep: fastest candidates that are returned.
+        room: bytes a device may fill; what the platform allows where None.
+
+    Raises:
+        ImpossibleError: nothing divides, or nothing fits; names the rule and the nearest.
+    """
+    space = space or Space()
+    room = limit(work) if room is None else room
+    model = StepModel(work)
+    found = Found()
+    heap: list[tuple[float, int, Candidate]] = []
+    front = _Front()
+    any_layout = False
+    for layout in degrees(work, devices, space):
+        any_layout = True
+        _score(model, layout, devices, space, room, keep, found, heap, front)
+    if not any_layout:
+        raise _nothing_divides(work, devices)
+    if not heap:
+        raise ImpossibleError(
+            f"no layout of {devices} devices fits: the smallest needs "
+            f"{found.least_memory / 2**30:.1f} GiB a device, {work.platform.name} can fill "
+            f"{room / 2**30:.1f} GiB",
+            hint=f"nearest possible: about {_devices_needed(found, devices, room)} devices, "
+            "devices with more memory, or a smaller model or sequence",
+        )
+    found.best = [c for _, _, c in sorted(heap, key=lambda item: (-item[0], -item[1]))]
+    found.front = front.members()
+    return found
+
+
+def _score(
+    model: StepModel,
+    layout: ParallelLayout,
+    devices: int,
+    space: Space,
+    room: float,
+    keep: int,
+    found: Found,
+    heap: list[tuple[float, int, Candidate]],
+    front: _Front,
+) -> None:
+    """Scores all layouts of one set of degrees."""
+    work, values = model.work, model.work.values
+    fsdp, dp_hidden, fixed_seconds = values.fsdp_overlap, values.dp_overlap, values.step_seconds
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    share = work.global_batch // dp
+    orders = space.orders if pp > 1 else space.orders[:1]  # they differ in where pp lies
+    splits = [
+        split
+        for split in (space.sequence_parallel if tp > 1 else (False,))
+        if not split or work.sequence % (tp * layout.cp) == 0
+    ]
+    whole = work.stack.accumulates_whole
+    lies_far = {o: _far(work, Strategy(layout=layout, order=o)) for o in orders}
+    states_of: dict[tuple[int, tuple[str, ...], bool], _States] = {}
+    for micro in space.micro_batch or divisors(share):
+        if share % micro:
+            continue
+        m = share // micro
+        chunked = chunkings(work, pp, m, space)
+        for split, recompute in itertools.product(splits, space.recompute):
+            base = Strategy(
+                layout=layout,
+                micro_batch=micro,
+                recompute=recompute,
+                sequence_parallel=split,
+            )
+            # what mixed precision keeps can depend on whether parameters are sharded
+            kept = (activations(work, base),) * 2
+            if work.stack.fp32_stream:
+                kept = (kept[0], activations(work, replace(base, states=_SHARDED)))
+            for (schedule, virtual), order in itertools.product(chunked, orders):
+                plan = Strategy(
+                    layout=layout,
+                    micro_batch=micro,
+                    virtual=virtual,
+                    schedule=schedule,
+                    recompute=recompute,
+                    sequence_parallel=split,
+                    order=order,
+                )
+                pipe = model.pipe(plan)
+                far = pipe
+                if not lies_far[order]:
+                    wide = replace(layout, dp_replicate=1, dp_shard=dp)
+                    far = model.pipe(replace(plan, layout=wide))
+                fills = _Fills(pp, virtual, m, schedule, work, pipe, kept[0])
+                other = fills
+                if kept[1] is not kept[0]:
+                    other = _Fills(pp, virtual, m, schedule, work, pipe, kept[1])
+                key = (pipe.layers, order, whole and m > 1)
+                states = states_of.get(key)
+                if states is None:
+                    states = _states(model, plan, pipe.layers, space, order)
+                    states_of[key] = states
+                bound = min(fills.bytes(*states.least), other.bytes(*states.least))
+                if bound > room:
+                    # less than any placement of the states needs: nothing here can fit
+                    found.too_big += 1
+                    if bound < found.least_memory:
+                        found.least_memory = bound
+                    continue
+                for state in states.members:
+                    mine = other if state.sharded else fills
+                    memory = mine.bytes(state.block, state.whole, state.first, state.last)
+                    if memory > room:
+                        if memory < found.least_memory:
+                            found.least_memory = memory
+                        continue
+                    cost = state.cost
+                    running, bubble, reduction, _ = compose(
+                        far if state.far else pipe, cost, fsdp, dp_hidden
+                    )
+                    seconds = (
+                        running + bubble + reduction + cost.optimizer + cost.tied + fixed_seconds
+                    )
+                    found.scored += 1
+                    full = len(heap) >= keep
+                    if full and -heap[0][0] <= seconds and not front.takes(seconds, memory):
+                        continue
+                    divided = replace(layout, dp_replicate=dp // state.shard, dp_shard=state.shard)
+                    chosen = replace(plan, layout=divided, states=state.placement)
+                    candidate = Candidate(chosen, seconds, memory, devices)
+                    front.add(candidate)
+                    entry = (-seconds, -found.scored, candidate)
+                    if not full:
+                        heapq.heappush(heap, entry)
+                    elif seconds < -heap[0][0]:
+                        heapq.heapreplace(heap, entry)
+
+
+class _Front:
+    """Candidates that no other beats in both time and memory."""
+
+    def __init__(self) -> None:
+        self._members: list[Candidate] = []
+
+    def takes(self, seconds: float, memory: float) -> bool:
+        return not any(c.seconds <= seconds and c.memory <= memory for c in self._members)
+
+    def add(self, candidate: Candidate) -> None:
+        if self.takes(candidate.seconds, candidate.memory):
+            self._members = [
+                c
+                for c in self._members
+                if c.seconds < candidate.seconds or c.memory < candidate.memory
+            ]
+            self._members.append(candidate)
+
+    def members(self) -> list[Candidate]:
+        return sorted(self._members, key=lambda c: c.seconds)
+
+
+def _nothing_divides(work: Workload, devices: int) -> ImpossibleError:
+    batch = work.global_batch
+    return ImpossibleError(
+        f"no layout of {devices} devices divides {work.model.heads} heads, "
+        f"{work.model.layers} layers and a global batch of {batch}",
+        hint=f"nearest possible: a global batch of {-(-batch // devices) * devices}, or "
+        f"{max(d for d in divisors(batch) if d <= devices)} devices",
+    )
+
+
+def _devices_needed(found: Found, devices: int, room: float) -> int:
+    """Devices over which the smallest layout would have to be spread, if memory divided."""
+    return max(devices + 1, -(-int(devices * found.least_memory) // int(room)))
