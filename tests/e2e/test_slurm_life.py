@@ -178,3 +178,31 @@ def test_a_job_moves_to_another_number_of_nodes_and_another_layout(login, straig
     for (loss, norm), (loss_, norm_) in zip(curve(run), straight, strict=True):
         assert loss == pytest.approx(loss_, abs=1e-4)
         assert norm == pytest.approx(norm_, rel=1e-3)
+
+
+def test_three_dimensions_killed_and_resumed_in_others(login, straight):
+    """8 ranks on 4 nodes: tensor 2, pipeline 2, data 2; a rank dies; pipeline 4, data 2."""
+    sets = ("--set", "nodes=4", "--set", "model.layers=4", "--set", "train.steps=40")
+    three = ("--set", "parallel.tensor=2", "--set", "parallel.pipeline=2")
+    login("submit", "job.yaml", *sets, *three)
+    run = login.run()
+    wait_for_step(run, 7, seconds=170)
+    for process in ranks_of(run).values():
+        process.kill()
+    deadline = time.monotonic() + 60
+    while login.status()["status"] not in ("failed", "finished"):
+        assert time.monotonic() < deadline, "the others hang"
+        time.sleep(0.5)
+    assert login.status()["status"] == "failed"
+    done = login("resume", run.id, "--set", "parallel.tensor=1", "--set", "parallel.pipeline=4",
+                 "--wait")  # fmt: skip
+    assert "checkpoint of step" in done.stderr
+    # The same job on one rank.
+    login(
+        "submit", "job.yaml", *sets[2:], "--set", "nodes=1", "--set", "ranks_per_node=1", "--wait"
+    )
+    alone = curve(login.run())
+    assert len(curve(run)) == len(alone) == 40
+    for (loss, norm), (loss_, norm_) in zip(curve(run), alone, strict=True):
+        assert loss == pytest.approx(loss_, abs=1e-4)
+        assert norm == pytest.approx(norm_, rel=1e-3)
