@@ -206,7 +206,8 @@ def on_checkpoints(book: Book, run: str) -> None:
     book.show("checkpoint", "Every byte against its checksum:",
               f"hpctrain checkpoint verify {run} --deep --all")  # fmt: skip
     book.show("checkpoint", "What another layout would read:",
-              f"hpctrain checkpoint reshard {run} --job job.yaml --dry-run")  # fmt: skip
+              f"hpctrain checkpoint reshard {run} --job job.yaml --set model.hidden=96 "
+              "--set ranks_per_node=4 --set parallel.sharding=zero3 --dry-run")  # fmt: skip
     book.show("checkpoint", "Weights and optimizer for other programs:",
               f"hpctrain checkpoint export {run} all --format safetensors")  # fmt: skip
     book.show("checkpoint", "And back; nothing is lost on the way:",
@@ -221,7 +222,9 @@ def on_checkpoints(book: Book, run: str) -> None:
     file.write_bytes(data)
     book.show("checkpoint", "One flipped bit:",
               "hpctrain checkpoint verify checkpoints --deep", code=5)  # fmt: skip
-    book.show("checkpoint", "Keep the newest good ones:", f"hpctrain checkpoint prune {run} --keep 1")
+    book.show(
+        "checkpoint", "Keep the newest good ones:", f"hpctrain checkpoint prune {run} --keep 1"
+    )
 
 
 def on_slurm(book: Book) -> None:
