@@ -49,7 +49,7 @@ class Advice:
     Attributes:
         kind: of file system.
         measurements: all of them.
-        files, direct, stripes: what to choose; the simplest within a tenth of the best.
+        files, direct, stripes: what to choose; the simplest within a fifth of the best.
     """
 
     kind: str
@@ -98,7 +98,7 @@ def tune(
                 found.append(Measurement(files, direct, stripes, speed))
                 tell(found[-1])
     best = max(m.bytes_per_second for m in found)
-    good = [m for m in found if m.bytes_per_second >= 0.9 * best]
+    good = [m for m in found if m.bytes_per_second >= 0.8 * best]
     # Direct writes leave the page cache and a core to the training, one file is easiest to
     # handle, and few stripes disturb others least.
     choice = min(good, key=lambda m: (not m.direct, m.files != "one", m.stripes or 0))

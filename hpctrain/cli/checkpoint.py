@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli import output
-from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.options import json_option, runs_option, set_option
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -441,10 +441,17 @@ def _model_section(path: Path) -> dict[str, Any]:
 @command.command()
 @_place
 @click.option("--job", metavar="JOB", type=click.Path(), required=True, help="Job file.")
+@set_option
 @click.option("--dry-run", is_flag=True, help="The only way: see above.")
 @json_option
 def reshard(
-    place: str, step: int | None, runs: Path, job: str, dry_run: bool, as_json: bool
+    place: str,
+    step: int | None,
+    runs: Path,
+    job: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Show what each rank of a job would read of a checkpoint, and whether it fits.
 
@@ -463,7 +470,7 @@ def reshard(
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    spec = prepare(parse_job(text, str(path), []), path.absolute().parent).job.spec
+    spec = prepare(parse_job(text, str(path), overrides), path.absolute().parent).job.spec
     with _opened(place, runs, step) as reader:
         found = list(shares(reader, spec))
         total = reader.manifest.total_bytes
