@@ -17,10 +17,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q tests/house
 
-data/english.h5: $(VENV)/.local docs/examples/english_text.py
+data/english.h5: docs/examples/english_text.py | $(VENV)/.local
 	@mkdir -p data
 	$(BIN)/python docs/examples/english_text.py data/english.txt
-	$(BIN)/hpctrain data tokenize data/english.txt -o $@
+	$(BIN)/hpctrain data tokenize data/english.txt -o $@ --force
 
 $(VENV)/.venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -50,6 +50,8 @@ LOOK = {
     "explain": "The same texts as in [the job file](../job-file.md).",
     "schema": "Editors with a YAML language server complete and check job files by it.",
     "data": "More about token files: [data](../data.md).",
+    "checkpoint": "The format: [checkpoint format](../checkpoint-format.md); levels, recovery "
+    "and tuning: [checkpoints](../checkpoints.md).",
     "topo": "What the columns mean, and the groups behind them: [communicators]"
     "(../communicators.md) and [placement](../placement.md).",
     "schedule": "Pipeline schedules are tables of actions; these commands make and examine them.",
@@ -164,6 +166,8 @@ def on_this_machine(book: Book) -> None:
     book.show("resume", "What a checkpoint is bound to cannot change:",
               f"hpctrain resume {run} --set model.layers=6", code=2)  # fmt: skip
 
+    on_checkpoints(book, run)
+
     book.show("submit", "A run that is left to itself:",
               "hpctrain submit job.yaml --no-wait --set train.steps=5000")  # fmt: skip
     until(lambda: (last := book.newest.last_step()) is not None and last.step >= 60)
@@ -192,6 +196,35 @@ def on_this_machine(book: Book) -> None:
               "hpctrain topo --machine frontier --measure", code=3)  # fmt: skip
     book.show("schedule", "One schedule, drawn:",
               "hpctrain schedule show --schedule 1f1b -p 4 -m 8")  # fmt: skip
+
+
+def on_checkpoints(book: Book, run: str) -> None:
+    """The checkpoints of a finished run of two ranks."""
+    book.show("checkpoint", "What there is:", f"hpctrain checkpoint ls {run}")
+    book.show("checkpoint", "What one holds:",
+              f"hpctrain checkpoint inspect {run} --tensors 'model/layers.0.*'")  # fmt: skip
+    book.show("checkpoint", "Every byte against its checksum:",
+              f"hpctrain checkpoint verify {run} --deep --all")  # fmt: skip
+    book.show("checkpoint", "What another layout would read:",
+              f"hpctrain checkpoint reshard {run} --job job.yaml --set model.hidden=96 "
+              "--set ranks_per_node=4 --set parallel.sharding=zero3 --dry-run")  # fmt: skip
+    book.show("checkpoint", "Weights and optimizer for other programs:",
+              f"hpctrain checkpoint export {run} all --format safetensors")  # fmt: skip
+    book.show("checkpoint", "And back; nothing is lost on the way:",
+              "hpctrain checkpoint import all checkpoints", last=4)  # fmt: skip
+    book.show("checkpoint", "Whether two are the same:",
+              f"hpctrain checkpoint diff checkpoints {run}")  # fmt: skip
+    book.show("checkpoint", "How to write to a directory:",
+              "hpctrain checkpoint tune . --size 64MiB --repeat 1")  # fmt: skip
+    file = book.directory / "checkpoints" / "step00000090" / "tensors.h5"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    book.show("checkpoint", "One flipped bit:",
+              "hpctrain checkpoint verify checkpoints --deep", code=5)  # fmt: skip
+    book.show(
+        "checkpoint", "Keep the newest good ones:", f"hpctrain checkpoint prune {run} --keep 1"
+    )
 
 
 def on_slurm(book: Book) -> None:

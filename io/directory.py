@@ -21,6 +21,12 @@ def step_name(step: int) -> str:
     return f"step{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """Step of a checkpoint's directory name, None where it is not one."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def writer() -> str:
     """This process as it stands in the names of what it writes before the commit."""
     pid = os.getpid()
@@ -147,6 +153,16 @@ def remove(root: Path, step: int) -> None:
     trash = root / f".trash-{step_name(step)}.{secrets.token_hex(3)}"
     (root / step_name(step)).rename(trash)
     shutil.rmtree(trash)
+
+
+def leftovers(root: Path) -> list[str]:
+    """Names of what is being written, or was left behind by a writer that died."""
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    starts = (".trash-step", ".replaced-step", f".{LATEST}-")
+    return [name for name in names if _ASIDE.fullmatch(name) or name.startswith(starts)]
 
 
 def clean(root: Path) -> list[str]:

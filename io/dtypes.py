@@ -58,3 +58,33 @@ def hdf5_type(torch_dtype: str) -> h5py.h5t.TypeID:
         kind.set_ebias(127)
         return kind
     return h5py.h5t.py_create(raw_dtype(torch_dtype), logical=True)
+
+
+def widen(array: np.ndarray, torch_dtype: str) -> np.ndarray:
+    """The numbers of raw bits: float32 for bfloat16 (exact), the same array for what numpy knows.
+
+    Raises:
+        ValueError: 8-bit floats, which nothing here computes with.
+    """
+    if torch_dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    if torch_dtype.startswith("float8"):
+        raise ValueError(f"{torch_dtype} cannot be converted")
+    return array
+
+
+def narrow(array: np.ndarray, torch_dtype: str) -> np.ndarray:
+    """Raw bits of numbers in another type, rounded to nearest, ties to even.
+
+    Raises:
+        ValueError: 8-bit floats.
+    """
+    if torch_dtype == "bfloat16":
+        bits = array.astype(np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # A NaN must not round to infinity.
+        quiet = (bits >> 16) | 0x40
+        return np.where(np.isnan(array), quiet, rounded).astype(np.uint16)
+    if torch_dtype.startswith("float8"):
+        raise ValueError(f"{torch_dtype} cannot be converted")
+    return array.astype(raw_dtype(torch_dtype))

@@ -73,32 +73,52 @@ def write_pieces(
     for index, piece in enumerate(plan.pieces):
         path = folder / piece.name
         try:
-            descriptor = _create(path, options.direct)
-            try:
+            with OutputFile(path, options.direct) as descriptor:
                 view = staging.images[index].data
                 for first in range(0, piece.bytes, BLOCK_BYTES):
                     end = min(first + BLOCK_BYTES, piece.bytes)
                     ready(index, end)
                     if not wanted():
                         raise Abandoned
-                    _write(descriptor, view[first:end], piece.start + first, options.pwrite)
+                    write_block(descriptor, view[first:end], piece.start + first, options.pwrite)
                     pace.wrote(end - first)
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _create(path: Path, direct: bool) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-    if direct:
-        with contextlib.suppress(OSError):
-            return os.open(path, flags | os.O_DIRECT, 0o644)
-    return os.open(path, flags, 0o644)
+class OutputFile:
+    """A file open for writing in blocks, as a context that gives the descriptor.
+
+    Args:
+        path: made where it is missing.
+        direct: past the page cache, where the file system can.
+    """
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        self._path = path
+        self._direct = direct
+        self._descriptor = -1
+
+    def __enter__(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        if self._direct:
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(self._path, flags | os.O_DIRECT, 0o644)
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._path, flags, 0o644)
+        return self._descriptor
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._descriptor)
 
 
-def _write(descriptor: int, view: memoryview, offset: int, pwrite: Pwrite) -> None:
+def write_block(descriptor: int, view: memoryview, offset: int, pwrite: Pwrite) -> None:
+    """Write all of a block; through the page cache from the first refusal on.
+
+    Raises:
+        OSError: the write failed.
+    """
     while view:
         try:
             written = pwrite(descriptor, view, offset)

@@ -32,6 +32,7 @@ COMMANDS = {
     "explain": "Explain a key of the job file.",
     "schema": "Print the JSON Schema of the job file.",
     "data": "Make token files and look into them.",
+    "checkpoint": "Look at checkpoints, check, compare and convert them.",
     "topo": "Show ranks, their places and groups, and what links them.",
     "schedule": "Show, compare and check pipeline schedules.",
     "calibrate": "Measure this node for the planner.",

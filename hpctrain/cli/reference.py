@@ -66,6 +66,7 @@ UNITS = {
     "train.schedule.decay_steps": "steps",
     "train.optimizer.block": "elements",
     "train.optimizer.interval": "steps",
+    "train.optimizer.iterations": "iterations",
     "train.log_every": "steps",
     "checkpoint.every": "steps",
     "checkpoint.keep": "checkpoints",

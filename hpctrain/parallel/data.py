@@ -20,6 +20,7 @@ with and without keeping the gathered parameters between forward and backward; z
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,21 @@ if TYPE_CHECKING:
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs."""
+    """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs.
+
+    After its first backward DDP would put the buckets together anew, in the order in which
+    gradients came. Among three ranks or more a sum's rounding depends on its place in a bucket,
+    so a run that starts from a checkpoint would drift from one that went on. Looking for
+    parameters that took no part keeps the first buckets, and such parameters do no harm.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
         model,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
-        # One parameter that took no part in a loss would make every rank wait for ever.
-        find_unused_parameters=False,
+        find_unused_parameters=True,
     )
 
 

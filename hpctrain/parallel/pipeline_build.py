@@ -56,7 +56,8 @@ def wire_of(
         return Wire(
             transformer_shapes(stages, spec.model.transformer().hidden, shards), dtype, stream
         )
-    layers = stage_layers(spec, len(list(model.children())), stages)
+    assert isinstance(model, nn.Sequential), "sequential_stages() has refused others"
+    layers = stage_layers(spec, len(model), stages)
     return Wire(sequential_shapes(model, layers), dtype, stream)
 
 

@@ -74,12 +74,13 @@ def sequential_stages(spec: JobSpec, model: nn.Module, schedule: Schedule, rank:
             "nn.Sequential only",
             hint="return nn.Sequential(first, block, block, …, last), or set parallel.pipeline: 1",
         )
-    children = list(model.named_children())
+    children = list(model._modules.items())  # named_children() leaves repeated ones out
     layers = stage_layers(spec, len(children), schedule.stages.stages)
     owner: dict[int, tuple[int, str]] = {}
     for stage, members in enumerate(layers):
         for index in members:
             name, child = children[index]
+            assert child is not None, "a sequential model has no holes"
             for inner, parameter in child.named_parameters():
                 first = owner.setdefault(id(parameter), (stage, f"{name}.{inner}"))
                 if first[0] != stage:
@@ -190,10 +191,10 @@ def transformer_shapes(stages: int, hidden: int, sequence_shards: int) -> Callab
 
 
 def sequential_shapes(
-    model: nn.Module, layers: Sequence[range]
+    model: nn.Sequential, layers: Sequence[range]
 ) -> Callable[[Any], Sequence[torch.Size | None]]:
     """Shapes found by running the whole model, as cut, once on the meta device."""
-    children = list(_on_meta(model).children())
+    children = list(_on_meta(model))
     known: dict[torch.Size, list[torch.Size | None]] = {}
 
     def shapes(batch: Any) -> list[torch.Size | None]:
@@ -212,7 +213,7 @@ def sequential_shapes(
     return shapes
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
+def _on_meta(model: nn.Sequential) -> nn.Sequential:
     """A copy without memory and without communication."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -222,7 +223,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
-    found: nn.Module = copy.deepcopy(model, memo)
+    found: nn.Sequential = copy.deepcopy(model, memo)
     for module in found.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             module.__class__ = nn.Linear  # type: ignore[assignment]

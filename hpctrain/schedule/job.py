@@ -106,13 +106,13 @@ def _schedule(spec: JobSpec) -> Schedule:
             **options,
         )
     except HpctrainError as error:
-        hint = error.hint
-        if isinstance(error, ImpossibleError) and "micro" in error.message:
-            hint = hint or (
-                f"{micro_batches} micro-batches are train.global_batch {train.global_batch} / "
-                f"parallel.data {parallel.data} / train.micro_batch {train.micro_batch}"
+        message = f"parallel.schedule: {error.message}"
+        if isinstance(error, ImpossibleError) and "micro-batch" in message:
+            message += (
+                f" (train.global_batch {train.global_batch} / parallel.data {parallel.data} / "
+                f"train.micro_batch {train.micro_batch})"
             )
-        raise type(error)(f"parallel.schedule: {error.message}", hint=hint) from None
+        raise type(error)(message, hint=error.hint) from None
 
 
 def _name(spec: JobSpec) -> tuple[str, dict[str, Any]]:

@@ -542,6 +542,9 @@ class CheckpointSpec(Section):
         description="HDF5 files a checkpoint: one, one a node, one a rank; auto chooses by the "
         "file system (hpctrain checkpoint tune measures).",
     )
+    direct: Boolean = Field(
+        True, description="Write past the page cache (O_DIRECT), where the file system can."
+    )
     bandwidth: OptionalSize = Field(
         None, description="Bytes a second that a rank writes in the background at most. [no cap]"
     )

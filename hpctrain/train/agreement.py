@@ -32,7 +32,5 @@ def agree(comm: Any, loss: float, seconds: float, stop: int) -> Agreement:
     mine = np.array([loss / comm.size])
     worst = np.array([seconds, float(stop)])
     mean, largest = np.empty_like(mine), np.empty_like(worst)
-    wait_all(
-        [comm.Iallreduce(mine, mean, op=MPI.SUM), comm.Iallreduce(worst, largest, op=MPI.MAX)]
-    )
+    wait_all([comm.Iallreduce(mine, mean, op=MPI.SUM), comm.Iallreduce(worst, largest, op=MPI.MAX)])
     return Agreement(float(mean[0]), float(largest[0]), int(largest[1]))

@@ -44,7 +44,7 @@ class Checkpointer:
         kind = settings.files
         if kind == "auto":
             kind = files_for(root, context.world_size, context.nodes)
-        write = WriteOptions(bandwidth=settings.bandwidth)
+        write = WriteOptions(direct=settings.direct, bandwidth=settings.bandwidth)
         options = SaveOptions(kind, settings.buffers, settings.when_busy, write)
         self.store = CheckpointStore(root, context.comm.Dup(), keep=settings.keep)
         self._saver: Saver | None = None
@@ -230,9 +230,13 @@ class Checkpointer:
         return found
 
     def _warn_of_changes(self, scalars: dict[str, Any], recorder: Recorder) -> None:
-        then = scalars["data"]
+        then = scalars.get("data", {})
         now = {"seed": self.spec.train.seed, "global_batch": self.spec.train.global_batch}
-        changed = [f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]]
+        changed = [
+            f"{key} was {then[key]}, is {now[key]}"
+            for key in now
+            if then.get(key, now[key]) != now[key]
+        ]
         if changed:
             recorder.event("warning", f"the order of samples changes: {'; '.join(changed)}")
 

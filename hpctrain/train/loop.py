@@ -47,6 +47,7 @@ class Trainer:
         """
         state, train = self.state, self.spec.train
         self.recorder.state("running", state.step)
+        self.context.communicators.counter.take()  # what building and restoring have sent
         while state.step < train.steps:
             stop = self.step()
             last = state.step == train.steps
@@ -93,6 +94,7 @@ class Trainer:
                     data_seconds=data_seconds,
                     checkpoint_seconds=self.checkpointer.take_blocked_seconds(),
                     memory_bytes=peak_memory(self.context.device),
+                    comm=self.context.communicators.counter.take(),
                 )
             )
         return agreed.stop

@@ -132,5 +132,5 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 def from_numpy(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """The tensor whose :func:`as_numpy` is ``array``."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
     return tensor.view(dtype) if dtype in _RAW else tensor

@@ -50,6 +50,18 @@ def test_data_parallel_ranks_match_one_rank(folder, job, one_rank, ranks, shardi
         assert step.tokens == reference.tokens == step.step * 8 * 32
 
 
+def test_the_gradients_of_a_step_are_counted_once(folder, job):
+    """DDP hands in every gradient once a step, however many micro-batches there are."""
+    run = run_job(job, folder, "train.steps=6", ranks=2)
+    parameters = read_job(run.job).spec.model.transformer().parameters
+    tensors = len(list(build_model(read_job(run.job).spec).parameters()))
+    for step in run.read_steps():
+        counted = step.comm["dp_replicate"]
+        # float32 gradients, and DDP's own map of the parameters that took part (int32 each).
+        assert counted["bytes"] in (4 * parameters, 4 * parameters + 4 * tensors)
+        assert 0 < counted["seconds"] < 60
+
+
 @pytest.mark.parametrize("micro_batch", [2, 8])
 def test_accumulation_does_not_change_the_step(folder, job, one_rank, micro_batch):
     run = run_job(job, folder, f"train.micro_batch={micro_batch}")
