@@ -55,6 +55,7 @@ UNITS = {
     "model.vocab_size": "tokens",
     "model.max_positions": "tokens",
     "parallel.chunks": "stages",
+    "parallel.stream": "tokens",
     "parallel.stage_layers": "blocks",
     "parallel.prefetch": "blocks",
     "data.sequence_length": "tokens",

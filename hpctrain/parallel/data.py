@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs.
+REPLICA_AXES = ("dp_replicate", "cp")
+"""Ranks that hold the same parameters without sharding, and see different tokens."""
+SHARD_AXES = ("dp_shard", "cp")
+"""Ranks over which FSDP2 shards one copy: it makes no difference whose tokens a gradient is of."""
+SHARDS = "dp_shard_cp"
+"""Name of these axes taken together, in a mesh."""
+
+
+def replicate(model: nn.Module, group: Any) -> nn.Module:
+    """DDP over a process group; gradients are averaged in buckets while backward runs.
 
     After its first backward DDP would put the buckets together anew, in the order in which
     gradients came. Among three ranks or more a sum's rounding depends on its place in a bucket,
@@ -45,7 +53,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
         model,
-        process_group=mesh.get_group(),
+        process_group=group,
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.optim.clip import Axes, global_norm, scale_gradients
+from hpctrain.parallel.data import SHARD_AXES, SHARDS
 
 if TYPE_CHECKING:
     from hpctrain.parallel.pipeline import Pipeline
@@ -254,8 +255,9 @@ def _data_parallel_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], Axes]:
     names = mesh.mesh_dim_names
     assert names is not None
     sharded = tuple(
-        name
+        axis
         for name, placement in zip(names, placements, strict=True)
         if not placement.is_replicate()
+        for axis in (SHARD_AXES if name == SHARDS else (name,))
     )
     return tensor.to_local(), tuple(offsets), sharded

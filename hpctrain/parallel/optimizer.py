@@ -28,6 +28,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import build_optimizer
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.shampoo import FACTORS, MOMENTS, Shampoo, block_keys
+from hpctrain.parallel.data import REPLICA_AXES
 from hpctrain.parallel.model import ParallelModel, Part, unwrapped
 from hpctrain.parallel.ragged import WHOLE, Piece, RaggedPlan, plan_ragged
 from hpctrain.runtime.hierarchical import all_gather_op
@@ -82,9 +83,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         super().__init__([p for _, p in named], {"lr": train.lr})
         context = model.context
         self._model = model
-        self._spread = sharded and context.size("dp_replicate") > 1
-        ranks = context.size("dp_replicate") if self._spread else 1
-        rank = context.coordinate("dp_replicate") if self._spread else 0
+        copies = context.communicators.along(*REPLICA_AXES) if sharded else None
+        self._spread = copies is not None and copies.size > 1
+        ranks, rank = (copies.size, copies.place) if copies is not None else (1, 0)
         matrices = _matrices(model, train)
         self._kind: dict[Tensor, str] = {
             p: train.optimizer.kind if n in matrices else "adamw" for n, p in named
@@ -108,9 +109,8 @@ class BlockOptimizer(torch.optim.Optimizer):
                 if self._takes(optimizer, parameter):
                     self.state[parameter] = optimizer.state[shard]
         self._exchange = None
-        if self._spread:
-            group = context.mesh["dp_replicate"].get_group()
-            self._exchange = _Exchange(self.plan, [p for _, p in named], rank, group)
+        if copies is not None and self._spread:
+            self._exchange = _Exchange(self.plan, [p for _, p in named], rank, copies.group)
 
     def _block_rows(self, parameter: nn.Parameter) -> int:
         kind = self._kind[parameter]
@@ -233,7 +233,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Where a state of an owned piece stands in the whole one."""
         cut = self._model.cut(name, parameter)
         piece = self._pieces[parameter]
-        writes = self._model.writes(name, entry, spread=("dp_replicate",) if self._spread else ())
+        writes = self._model.writes(name, entry, spread=REPLICA_AXES if self._spread else ())
         if value.dim() == 0:
             first = piece.start == 0 and not any(cut.offsets)
             return Part(entry, value.detach(), (), (), writes and first)

@@ -2,7 +2,8 @@
 
 1. build what this rank runs, on the meta device (a user's own model: whole, with its weights):
    the model, or its stages in a pipeline;
-2. tensor and sequence parallelism cut each layer;
+2. tensor and sequence parallelism cut each layer, and attention reaches the tokens of other
+   context-parallel ranks;
 3. layers learn to leave their weight gradient for later, to sleep, to be computed again;
 4. data parallelism: FSDP2 shards what is left a block at a time, or DDP replicates it (in a
    pipeline its executor reduces gradients instead of DDP);
@@ -15,6 +16,7 @@ them, and no rank ever holds more than its part.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Transformer, next_token_loss
-from hpctrain.parallel.data import replicate, shard
+from hpctrain.parallel.context import context_group, share_sequence
+from hpctrain.parallel.data import REPLICA_AXES, SHARD_AXES, SHARDS, replicate, shard
 from hpctrain.parallel.emulate import emulate
 from hpctrain.parallel.model import Cut, ParallelModel, unwrapped
 from hpctrain.parallel.pipeline_build import build_pipeline, wire_of
@@ -41,6 +44,8 @@ from hpctrain.parallel.vocabulary import parallel_cross_entropy
 from hpctrain.schedule.job import plan_pipeline
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from hpctrain.runtime.context import RankContext
     from hpctrain.spec.job import JobSpec
 
@@ -59,6 +64,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     schedule = plan_pipeline(spec)
     store = WeightGrads() if schedule is not None and schedule.split_backward else None
     group = _tensor_group(spec, context, store)
+    sequence = context_group(spec, context)
     own = spec.model.module is not None
     rank = context.coordinate("pp")
     cuts: dict[str, Cut] = {}
@@ -76,15 +82,24 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
         if schedule is not None:
             stages = transformer_stages(spec, schedule, rank)
             wire = wire_of(spec, schedule, group)
-        if group is not None:
-            for module in stages.modules:
-                assert isinstance(module, Transformer)
+        for module in stages.modules:
+            assert isinstance(module, Transformer)
+            if group is not None:
                 cuts |= cut_transformer(module, group)
+            if sequence is not None:
+                share_sequence(module, sequence)
         if schedule is not None and schedule.vocabulary:
             cuts |= spread_vocabulary(stages, spec.model.transformer(), schedule, rank, group)
         elif schedule is not None:
             lend_embedding(stages, schedule, rank)
+    token_loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss
+    if group is not None and not own:
+        first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
+        token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
     for module in stages.modules:
+        if spec.parallel.stream is not None:
+            assert isinstance(module, Transformer), "check() has refused others"
+            module.stream(spec.parallel.stream, token_loss)
         if store is not None:
             split_linears(module, store)
         if spec.parallel.emulate:
@@ -97,13 +112,10 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     parallel = ParallelModel(modules, context, cuts, frozenset(stages.copies))
     if not own:
         _draw_weights(parallel, spec.train.seed)
-    if schedule is None and not sharded and context.size("dp_replicate") > 1:
-        parallel.chunks[0] = replicate(modules[0], context.mesh["dp_replicate"])
-    if group is not None and not own:
-        first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
-        parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
-    else:
-        parallel.token_loss = next_token_loss
+    copies = context.communicators.along(*REPLICA_AXES)
+    if schedule is None and not sharded and copies.size > 1:
+        parallel.chunks[0] = replicate(modules[0], copies.group)
+    parallel.token_loss = token_loss
     if schedule is not None:
         assert wire is not None
         parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, group, store)
@@ -112,14 +124,35 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
 
 def _shard(model: nn.Module, spec: JobSpec, context: RankContext) -> nn.Module:
     pipeline = spec.parallel.pipeline > 1
-    axes = ("dp_replicate", "dp_shard") if context.size("dp_replicate") > 1 else ("dp_shard",)
     return shard(
         model,
-        context.mesh[axes],
+        _shard_mesh(context),
         spec.train.precision,
         # In a pipeline the schedule says when parameters are let go.
         reshard_after_forward=spec.parallel.sharding == "zero3" and not pipeline,
         prefetch=0 if pipeline else spec.parallel.prefetch,
+    )
+
+
+def _shard_mesh(context: RankContext) -> DeviceMesh:
+    """The ranks that shard one copy of a stage, and before them those that hold other copies."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    replicas = context.size("dp_replicate")
+    if context.size("cp") == 1:
+        return context.mesh[("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)]
+    shards = context.communicators.along(*SHARD_AXES)
+    kind = context.device.type
+    if replicas == 1:
+        return DeviceMesh.from_group(shards.group, kind, mesh_dim_names=(SHARDS,))
+    at = context.grid.coordinates(context.rank)
+    ranks = context.grid.rank_array(("dp_replicate", "pp", "tp", *SHARD_AXES))
+    ranks = ranks[:, at["pp"], at["tp"]].reshape(replicas, -1)
+    return DeviceMesh.from_group(
+        [context.mesh["dp_replicate"].get_group(), shards.group],
+        kind,
+        mesh=ranks.tolist(),
+        mesh_dim_names=("dp_replicate", SHARDS),
     )
 
 

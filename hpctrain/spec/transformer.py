@@ -27,6 +27,7 @@ class TransformerDims:
     ffn_hidden: int
     vocab_size: int
     max_positions: int
+    attention: Literal["softmax", "linear"] = "softmax"
     position: Literal["learned", "rotary", "none"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     activation: Literal["gelu", "swiglu"] = "gelu"
@@ -75,10 +76,12 @@ class TransformerDims:
         Narayanan et al. 2021, section 3.2, without recompute and for any feed-forward
         network and number of key-value heads: 6 FLOPs a weight of every matrix product
         (the embedding look-up is none, the output layer is one) and 12·hidden·sequence a
-        layer for scores and their product with the values.
+        layer for scores and their product with the values. Linear attention writes and reads a
+        state of head_dim columns a channel in place of ``sequence`` keys.
         """
+        seen = sequence if self.attention == "softmax" else self.head_dim
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         inner = self.ffn_hidden * (3 if self.activation == "swiglu" else 2)
         weights = self.layers * self.hidden * (qkv + self.hidden + inner)
         weights += self.hidden * self.vocab_size
-        return 6.0 * weights + 12.0 * self.layers * self.hidden * sequence
+        return 6.0 * weights + 12.0 * self.layers * self.hidden * seen

@@ -100,15 +100,12 @@ def _spec(job: str, ranks: int, overrides: Sequence[str]) -> Any:
 
 
 def _with_grid(context: Any, grid: Any) -> Any:
-    """The same ranks in another layout."""
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
+    """The same ranks in another layout, with groups of its own."""
+    from hpctrain.runtime.communicators import Communicators
 
-    from hpctrain.layout import DENSE_AXES
-
-    ranks = torch.from_numpy(grid.rank_array())
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(DENSE_AXES))
-    return dataclasses.replace(context, grid=grid, mesh=mesh)
+    first = context.communicators
+    made = Communicators(first.comm, grid, first.nodes, first.device, first.counter)
+    return dataclasses.replace(context, grid=grid, mesh=made.mesh, communicators=made)
 
 
 def _alone(context: Any) -> Any:
@@ -119,8 +116,28 @@ def _alone(context: Any) -> Any:
 
     grid = RankGrid(ParallelLayout())
     return dataclasses.replace(
-        context, rank=0, world_size=1, comm=MPI.COMM_SELF, grid=grid, mesh=None
+        context,
+        rank=0,
+        world_size=1,
+        comm=MPI.COMM_SELF,
+        grid=grid,
+        mesh=None,
+        communicators=_Alone,
     )
+
+
+class _Alone:
+    """Groups of a rank without others: there is none, and nothing is made."""
+
+    @staticmethod
+    def along(*_axes: str) -> Any:
+        @dataclasses.dataclass(frozen=True)
+        class One:
+            group: Any = None
+            size: int = 1
+            place: int = 0
+
+        return One()
 
 
 def _train(context: Any, spec: Any, steps: int) -> dict[str, Any]:
@@ -150,6 +167,7 @@ def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
     import torch
 
     from hpctrain.parallel.batch import MicroBatch
+    from hpctrain.parallel.context import sequence_part
 
     batch, length = spec.train.global_batch, spec.data.sequence_length
     vocabulary = spec.model.vocab_size
@@ -157,13 +175,21 @@ def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
     # Small tokens are frequent, so that there is something to learn within a few steps.
     drawn = torch.rand(batch, length + 1, generator=generator, dtype=torch.float64)
     rows = (vocabulary * drawn**4).long()
+    starts = None
+    if spec.data.documents == "separate":
+        begins = torch.rand(batch, length, generator=generator) < 0.15
+        starts = torch.where(begins, torch.arange(length), 0).cummax(1).values
+    split = sequence_part(spec, context)
     share = batch // context.size("dp")
     first = context.coordinate("dp") * share
     found = []
     for start in range(first, first + share, spec.train.micro_batch):
         part = slice(start, start + spec.train.micro_batch)
         keys = torch.arange(part.start, part.stop) + step * batch
-        found.append(MicroBatch((rows[part, :-1], rows[part, 1:]), keys))
+        whole = MicroBatch(
+            (rows[part, :-1], rows[part, 1:]), keys, starts=None if starts is None else starts[part]
+        )
+        found.append(split.take(whole))
     return found
 
 

@@ -159,7 +159,7 @@ class Checkpointer:
             "job": self.spec.name,
             "code": hpctrain.__version__,
             "layout": {
-                axis: layout.size(axis) for axis in ("pp", "tp", "dp_replicate", "dp_shard")
+                axis: layout.size(axis) for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard")
             },
             "data": {"seed": self.spec.train.seed, "global_batch": self.spec.train.global_batch},
             "model": self.spec.model.model_dump(mode="json"),

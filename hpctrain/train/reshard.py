@@ -26,6 +26,7 @@ from hpctrain.spec.resolve import layout_of
 
 if TYPE_CHECKING:
     from hpctrain.io.restore import CheckpointReader
+    from hpctrain.layout import ParallelLayout
     from hpctrain.parallel.model import Cut
     from hpctrain.spec.job import JobSpec
 
@@ -71,7 +72,7 @@ def shares(reader: CheckpointReader, spec: JobSpec) -> Iterator[Share]:
         at = grid.coordinates(rank)
         tensors = size = extents = 0
         files = set()
-        for name, whole, box in _boxes(spec, at, layout.size("tp"), layout.dp_shard):
+        for name, whole, box in _boxes(spec, at, layout):
             wanted = [f"model/{name}", *(f"optimizer/{kind}/{name}" for kind in kinds)]
             for entry in wanted:
                 found = reader.manifest.tensors.get(entry)
@@ -93,9 +94,12 @@ def shares(reader: CheckpointReader, spec: JobSpec) -> Iterator[Share]:
 
 
 def _boxes(
-    spec: JobSpec, at: dict[str, int], tensor: int, shard: int
+    spec: JobSpec, at: dict[str, int], layout: ParallelLayout
 ) -> Iterator[tuple[str, tuple[int, ...], Box]]:
     """Name, global shape and box of every parameter of a rank."""
+    shard, place = 1, 0
+    if spec.parallel.fsdp:
+        shard, place = layout.dp_shard * layout.cp, at["dp_shard"] * layout.cp + at["cp"]
     schedule = plan_pipeline(spec)
     modules: list[torch.nn.Module] = [Transformer(spec.model.transformer(), device="meta")]
     copies: set[str] = set()
@@ -105,8 +109,8 @@ def _boxes(
     for module in modules:
         assert isinstance(module, Transformer)
         cuts: dict[str, Cut] = {}
-        if tensor > 1:
-            group = TensorGroup(None, at["tp"], tensor, False)
+        if layout.tp > 1:
+            group = TensorGroup(None, at["tp"], layout.tp, False)
             cuts = cut_transformer(module, group)
         logical = module.logical_names
         for name, parameter in module.named_parameters():
@@ -117,7 +121,7 @@ def _boxes(
             cut = cuts.get(name)
             offsets = cut.offsets if cut else (0,) * len(shape)
             whole = cut.global_shape if cut else shape
-            yield name, whole, _rows(Box(offsets, shape), at["dp_shard"], shard)
+            yield name, whole, _rows(Box(offsets, shape), place, shard)
 
 
 def _rows(box: Box, rank: int, ranks: int) -> Box:

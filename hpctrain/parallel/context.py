@@ -1,0 +1,196 @@
+"""Context parallelism: ranks share the sequence; only attention looks beyond a rank's part.
+
+Each rank of a context group holds some places of every sequence
+(:class:`~hpctrain.spec.sequence.SequenceSplit`), as tokens, targets and everything between.
+Embedding, norms, linears, dropout and the loss need no more than the places' numbers. Attention
+fetches what it has not: by a ring (:mod:`~hpctrain.parallel.context_ring`), by exchanging
+sequence for heads (:mod:`~hpctrain.parallel.context_exchange`), or by both, the exchange among
+neighbours and the ring between them::
+
+    two-level, 8 ranks on 2 nodes       ring between members of equal place
+    node 0   0 ══ 1 ══ 2 ══ 3           0 ─ 4   1 ─ 5   2 ─ 6   3 ─ 7
+    node 1   4 ══ 5 ══ 6 ══ 7           ══ exchange of heads
+
+Parameters see different tokens on each rank of the group: their gradients are averaged over it
+together with the data-parallel ranks, and the loss of a rank is weighted with its share of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import ImpossibleError
+from hpctrain.model.linear_attention import LinearAttention
+from hpctrain.model.transformer import Attention, CausalAttention
+from hpctrain.parallel.context_blocks import Tile, documents_of, tiles
+from hpctrain.parallel.context_exchange import HeadExchange
+from hpctrain.parallel.context_ring import Ring, ring_attention
+from hpctrain.parallel.context_state import StateLine
+from hpctrain.spec.sequence import Run, SequenceSplit, count
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.batch import MicroBatch
+    from hpctrain.runtime.context import RankContext
+    from hpctrain.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The places of a sequence that one rank holds.
+
+    Attributes:
+        split: of the sequence over the context group.
+        place: of the rank in the group.
+        length: of the sequence where the job says it; without, it has to divide.
+    """
+
+    split: SequenceSplit
+    place: int
+    length: int | None = None
+
+    @cached_property
+    def _held(self) -> int | None:
+        return None if self.length is None else self.split.count(self.length, self.place)
+
+    def whole(self, held: int) -> int:
+        """Length of the sequence of which this rank holds ``held`` tokens."""
+        if self.length is not None and held == self._held:
+            return self.length
+        return held * self.split.size
+
+    def take(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's part of a micro-batch of whole sequences.
+
+        Raises:
+            ImpossibleError: the sequences are shorter than the group, or of a length that is not
+                the job's and does not divide.
+        """
+        if self.split.size == 1:
+            return micro
+        tokens, targets = micro.batch
+        length = tokens.shape[1]
+        if not self.split.fits(length) or (length != self.length and length % self.split.size):
+            raise ImpossibleError(
+                f"parallel.context: {self.split.size} ranks cannot share sequences of {length} "
+                "tokens",
+                hint=f"sequences of a multiple of {self.split.size} tokens",
+            )
+        runs = self.split.runs(length, self.place)
+        positions = torch.cat([torch.arange(a, b) for a, b in runs])
+        return replace(
+            micro,
+            batch=(tokens[:, positions], targets[:, positions]),
+            positions=positions,
+            weight=count(runs) * self.split.size / length,
+        )
+
+
+def sequence_part(spec: JobSpec, context: RankContext) -> SequencePart:
+    """What a rank of a job holds of each sequence."""
+    length = spec.data.sequence_length
+    return SequencePart(spec.sequence_split(), context.coordinate("cp"), length)
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share the sequences of this one.
+
+    Attributes:
+        part: what this rank holds.
+        ring: of the members; None where there is one.
+        exchange: among the ranks of this member; None where it is one.
+    """
+
+    part: SequencePart
+    ring: Ring | None
+    exchange: HeadExchange | None
+
+    @property
+    def split(self) -> SequenceSplit:
+        return self.part.split
+
+    def inner_lengths(self, length: int) -> list[int]:
+        """Tokens of the ranks that exchange heads with this one, itself included."""
+        first = self.part.place // self.split.inner * self.split.inner
+        return [self.split.count(length, first + i) for i in range(self.split.inner)]
+
+    def member_runs(self, length: int) -> list[list[Run]]:
+        """Places of every member of the ring."""
+        return [self.split.member_runs(length, m) for m in range(self.split.ring)]
+
+
+def context_group(spec: JobSpec, context: RankContext) -> ContextGroup | None:
+    """The context group of this rank; None where it is alone. Every rank has to come here."""
+    part = sequence_part(spec, context)
+    split = part.split
+    if split.size == 1:
+        return None
+    between, inside = context.communicators.halves("cp", split.inner)
+    ring = exchange = None
+    if split.ring > 1:
+        both = spec.parallel.context.both_ways
+        ring = Ring(between, part.place // split.inner, split.ring, both)
+    if split.inner > 1:
+        exchange = HeadExchange(inside, part.place % split.inner, split.inner)
+    return ContextGroup(part, ring, exchange)
+
+
+def share_sequence(model: nn.Module, group: ContextGroup) -> None:
+    """Let every attention of a model or stage reach the other ranks' tokens, in place."""
+    for module in model.modules():
+        if not isinstance(module, Attention):
+            continue
+        if isinstance(module.core, LinearAttention):
+            assert group.ring is not None
+            ring = group.ring
+            module.core.before = StateLine(ring.group, ring.rank, ring.size).before
+        else:
+            module.core = ContextAttention(group)
+
+
+class ContextAttention(CausalAttention):
+    """Causal attention over sequences of which each rank of a group holds a part."""
+
+    def __init__(self, group: ContextGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(
+        self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, starts_BS: Tensor | None = None
+    ) -> Tensor:
+        """As one rank alone; ``starts_BS`` is of the whole sequence."""
+        group = self.group
+        length = group.part.whole(q_BNSD.shape[2])
+        exchange, ring = group.exchange, group.ring
+        heads, kv = q_BNSD.shape[1], k_BKSD.shape[1]
+        lengths = group.inner_lengths(length)
+        if exchange is not None:
+            q_BNSD, k_BKSD, v_BKSD = exchange.to_heads(q_BNSD, k_BKSD, v_BKSD, lengths)
+        if ring is None:
+            y_BNSD = super().forward(q_BNSD, k_BKSD, v_BKSD, starts_BS)
+        else:
+            held = group.member_runs(length)
+            documents = None if starts_BS is None else documents_of(starts_BS)
+            counts = [count(runs) for runs in held]
+            of = _tiles_with(held, ring.rank, documents)
+            y_BNSD = ring_attention(q_BNSD, k_BKSD, v_BKSD, ring, counts, of)
+        if exchange is not None:
+            y_BNSD = exchange.to_tokens(y_BNSD, heads, lengths, kv)
+        return y_BNSD
+
+
+def _tiles_with(
+    held: Sequence[Sequence[Run]], rank: int, documents: list[list[Run]] | None
+) -> Callable[[int], list[Tile]]:
+    """Member -> tiles of this one's queries with its keys."""
+
+    def of(member: int) -> list[Tile]:
+        return tiles(held[rank], held[member], documents, same=member == rank)
+
+    return of
