@@ -71,7 +71,8 @@ def test_anchors(report):
     assert [a["devices"] for a in weak] == [64, 128, 256, 512, 1024, 2048]
     assert all(abs(a["error"]) <= 0.05 for a in weak)
     # both measured and predicted, weak scaling costs nothing
-    assert weak[-1]["predicted_seconds"] / weak[0]["predicted_seconds"] == pytest.approx(1, abs=0.02)
+    growth = weak[-1]["predicted_seconds"] / weak[0]["predicted_seconds"]
+    assert growth == pytest.approx(1, abs=0.02)
 
 
 def test_vtrain_anchors(report):
@@ -98,7 +99,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 def test_any_file_of_the_same_columns_will_do(tmp_path):
     """Unknown machines, empty cells, nonsense: counted and named, never dropped."""
     rows = rows_of(BENCHMARKS / "data" / "published_measurements.csv")
-    template = {k: "" for k in rows[0]}
+    template = dict.fromkeys(rows[0], "")
     chosen = rows[0]
     odd = [
         {**chosen, "id": "new-1", "gpu": "TPU-v9", "source": "nobody 2031"},

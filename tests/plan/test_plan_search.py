@@ -13,8 +13,8 @@ from hpctrain.errors import ImpossibleError
 from hpctrain.layout import DEFAULT_ORDER, ParallelLayout, divisors
 from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.memory import limit
-from hpctrain.plan.platform import CATALOGUE
 from hpctrain.plan.plan import fits_on
+from hpctrain.plan.platform import CATALOGUE
 from hpctrain.plan.search import MATERIALISED, STATES, Space, search
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
@@ -80,7 +80,7 @@ def brute_force(work, devices):
                 ]
             for (schedule, v), (name, states) in itertools.product(schedules, STATES):
                 for shard in divisors(dp) if name != "none" else (1,):
-                    if name != "none" and shard == 1 and (cp == 1 or name == "zero1" and dp > 1):
+                    if name != "none" and shard == 1 and (cp == 1 or (name == "zero1" and dp > 1)):
                         continue
                     layout = ParallelLayout(
                         tp=tp, cp=cp, pp=pp, dp_replicate=dp // shard, dp_shard=shard
@@ -179,9 +179,7 @@ def test_materialised_parameters_are_gathered_once():
     model = StepModel(work)
     times = {}
     for name in ("zero2", "zero3"):
-        plan = Strategy(
-            ParallelLayout(dp_shard=64), 1, states=states[name], order=DEFAULT_ORDER
-        )
+        plan = Strategy(ParallelLayout(dp_shard=64), 1, states=states[name], order=DEFAULT_ORDER)
         times[name] = model.state(plan, 24).gathering
     # gathered once and scattered, against gathered twice and scattered
     gather, scatter = times["zero3"] - times["zero2"], 2 * times["zero2"] - times["zero3"]
