@@ -301,7 +301,7 @@ def measure(root: str, folder: str, variants: list[str], steps: int, mode: str) 
         if checkpointer is not None:
             result["good"] = check(checkpointer, state, saver.last, mode)
             result["copy_seconds"] = list(checkpointer.saver.copy_seconds)
-            checkpointer.close()
+            checkpointer.saver.close()
         found["variants"][name] = result
         shutil.rmtree(target, ignore_errors=True)
     shut_down(context)

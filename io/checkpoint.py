@@ -113,10 +113,11 @@ class CheckpointStore:
             ValueError: scalars are not JSON, or per_rank differs in its form between ranks.
         """
         begin = time.perf_counter()
+        arrays = {name: np.asarray(array) for name, array in per_rank.items()}
         options = SaveOptions(self.files, buffers=1, write=self.write)
         saver = Saver(self.root, self.comm, keep=self.keep, options=options, node=self.node)
         try:
-            saver.save(step, HostSources(shards), scalars=scalars, per_rank=per_rank)
+            saver.save(step, HostSources(shards), scalars=scalars, per_rank=lambda: arrays)
             (outcome,) = saver.drain()
             warnings = tuple(saver.take_warnings())
         finally:

@@ -31,7 +31,7 @@ from hpctrain.io.plan import FileKind, RankPlan, make_plan, rank_state_spec
 from hpctrain.io.shards import ShardSpec
 from hpctrain.io.snapshot import Snapshot
 from hpctrain.io.sources import Sources
-from hpctrain.io.staging import Staging
+from hpctrain.io.staging import Batch, Item, Staging
 from hpctrain.io.store import STORE, StoreTier
 from hpctrain.io.tiers import MemoryTier, Tier
 
@@ -122,11 +122,11 @@ class Saver:
         self._sequence = self._newest_sequence()
         self._memory = next((t for t in tiers if isinstance(t, MemoryTier)), None)
         self._plan: RankPlan | None = None
-        self._plan_key: tuple[Any, ...] = ()
         self._plan_specs: tuple[ShardSpec, ...] = ()
         self._room = _SCALARS_ROOM
+        self._too_small = False
         self._buffers: list[Staging] = []
-        self._lazy: list[int] = []
+        self._batches: dict[int, tuple[frozenset[int], Sequence[Batch]]] = {}
         self._sealer: Sealer | None = None
         self._flight: list[Snapshot] = []
         self.copy_seconds: deque[float] = deque(maxlen=100)
@@ -154,7 +154,7 @@ class Saver:
         sources: Sources,
         *,
         scalars: Mapping[str, Any],
-        per_rank: Mapping[str, np.ndarray],
+        per_rank: Callable[[], Mapping[str, np.ndarray]],
         tiers: Iterable[str] = (STORE,),
     ) -> bool:
         """Begin a checkpoint; collective. False where it was skipped because all buffers are
@@ -168,8 +168,9 @@ class Saver:
             sources: what this rank writes. Over all ranks each tensor is given exactly once:
                 of replicas, one rank hands one in.
             scalars: JSON values; rank 0's are stored.
-            per_rank: arrays that differ between ranks, such as states of random number
-                generators; copied at once. The same names, dtypes and shapes on every rank.
+            per_rank: gives arrays that differ between ranks, such as states of random number
+                generators; called in a background thread, so it has to know them already. The
+                same names, dtypes and shapes on every rank and in every call.
             tiers: levels it goes to.
 
         Raises:
@@ -193,12 +194,7 @@ class Saver:
         if self._memory is not None:
             self._memory.forget(staging)
         sources.begin()
-        count = len(sources.specs)
-        for index in sources.eager:
-            if self._plan_has(index):
-                sources.copy(index, ..., staging.view(index))
-        for index, array in enumerate(per_rank.values(), start=count):
-            np.copyto(staging.view(index)[0], array)
+        batches = self._arranged(staging, sources)
         snapshot = Snapshot(
             step=step,
             sequence=self._sequence,
@@ -207,7 +203,8 @@ class Saver:
             sealer=self._sealer,
             scalars={**scalars, "step": step},
             tiers=frozenset(tiers),
-            lazy=self._lazy,
+            batches=batches,
+            per_rank=per_rank,
         )
         self._flight.append(snapshot)
         self._latest = snapshot
@@ -271,12 +268,13 @@ class Saver:
 
     # ---- layout and buffers -----------------------------------------------------------------
 
-    def _agree_on_plan(self, sources: Sources, per_rank: Mapping[str, np.ndarray]) -> None:
-        key = (self._room, *((name, a.dtype.str, a.shape) for name, a in per_rank.items()))
+    def _agree_on_plan(
+        self, sources: Sources, per_rank: Callable[[], Mapping[str, np.ndarray]]
+    ) -> None:
         same = (
             self._plan is not None
+            and not self._too_small
             and (sources.specs is self._plan_specs or sources.specs == self._plan_specs)
-            and key == self._plan_key
         )
         changed = np.zeros(1, np.int64)
         self.comm.Allreduce(np.array([0 if same else 1], np.int64), changed)
@@ -286,19 +284,18 @@ class Saver:
             time.sleep(_IDLE_SECONDS)
             self._advance()
         self._free_buffers()
+        if self._too_small:
+            self._room, self._too_small = 4 * self._room, False
         rank, size = self.comm.rank, self.comm.size
         specs = (
             *sources.specs,
-            *(rank_state_spec(name, array, rank, size) for name, array in per_rank.items()),
+            *(rank_state_spec(name, array, rank, size) for name, array in per_rank().items()),
         )
         plan = make_plan(
             self.comm, specs, files=self.options.files, node=self.node, scalars_bytes=self._room
         )
         self._make_buffers(plan)
-        eager = {*sources.eager, *range(len(sources.specs), len(specs))}
-        tasks = self._buffers[0].tasks
-        self._lazy = [n for n, task in enumerate(tasks) if task.index not in eager]
-        self._plan, self._plan_key, self._plan_specs = plan, key, sources.specs
+        self._plan, self._plan_specs = plan, sources.specs
         self._sealer = Sealer(plan)
 
     def _make_buffers(self, plan: RankPlan) -> None:
@@ -328,9 +325,20 @@ class Saver:
         for staging in self._buffers:
             staging.close()
         self._buffers = []
+        self._batches = {}
 
-    def _plan_has(self, index: int) -> bool:
-        return self._plan is not None and self._plan.places[index] is not None
+    def _arranged(self, staging: Staging, sources: Sources) -> Sequence[Batch]:
+        """What can be copied later; what cannot is copied now."""
+        eager = sources.eager
+        if eager:
+            assert self._plan is not None
+            there = [index for index in eager if self._plan.places[index] is not None]
+            sources.copy([Item(index, ..., staging.view(index)) for index in there])
+        known = self._batches.get(id(staging))
+        if known is None or known[0] is not eager:
+            own = range(len(sources.specs), len(staging.plan.specs))
+            known = self._batches[id(staging)] = (eager, staging.batches(eager.union(own)))
+        return known[1]
 
     def _free_buffer(self) -> Staging | None:
         taken = [snapshot.staging for snapshot in self._flight]
@@ -398,6 +406,7 @@ class Saver:
         """A checkpoint ended, on every rank in the same call."""
         self._flight = [other for other in self._flight if other is not snapshot]
         self.copy_seconds.append(snapshot.copy_seconds)
+        self._too_small = self._too_small or snapshot.scalars_too_long
         if failed:
             everywhere = tuple(name for name in everywhere if name != STORE)
         for name in everywhere:

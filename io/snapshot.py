@@ -6,14 +6,16 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.io.flush import Abandoned
 from hpctrain.io.parts import Part, Sealer
 from hpctrain.io.sources import Sources
-from hpctrain.io.staging import CopyTask, Staging
+from hpctrain.io.staging import Batch, Staging
 
 _POLL_SECONDS = 0.0005
 
@@ -33,7 +35,8 @@ class Snapshot:
         sealer: of the buffer's layout.
         scalars: JSON values; rank 0's are stored.
         tiers: names of the levels it goes to.
-        lazy: numbers of the copy tasks that are still to be done.
+        batches: what is still to be copied of the sources.
+        per_rank: gives the arrays of this rank's own.
     """
 
     def __init__(
@@ -46,7 +49,8 @@ class Snapshot:
         sealer: Sealer,
         scalars: Mapping[str, Any],
         tiers: frozenset[str],
-        lazy: Sequence[int],
+        batches: Sequence[Batch],
+        per_rank: Callable[[], Mapping[str, np.ndarray]],
     ) -> None:
         self.step = step
         self.sequence = sequence
@@ -54,6 +58,7 @@ class Snapshot:
         self.tiers = tiers
         self.begun = time.perf_counter()
         self.copy_seconds = 0.0
+        self.scalars_too_long = False
         # Set by the writer thread, agreed on by all ranks in the training thread.
         self.reached: set[str] = set()
         self.faults: dict[str, str] = {}
@@ -67,11 +72,10 @@ class Snapshot:
         self._sealer = sealer
         self._scalars = scalars
         self._error: str | None = None
-        self._tasks = staging.tasks
-        self._left: deque[int] = deque(lazy)
-        self._copied_flags = bytearray(b"\x01" * len(self._tasks))
-        for number in lazy:
-            self._copied_flags[number] = 0
+        self._per_rank = per_rank
+        self._batches = batches
+        self._left: deque[int] = deque(range(len(batches)))
+        self._copied_flags = bytearray(len(batches))
         self._ordered = False
         self._low = 0
         self._prepared = threading.Event()
@@ -89,7 +93,7 @@ class Snapshot:
     def wait_copied(self) -> None:
         """Return when the tensors may change; copies itself what is not yet begun."""
         if not self._ordered:
-            self._copy_tasks()
+            self._copy_batches()
             self._issued.wait()
             self._sources.order()
             self._ordered = True
@@ -100,10 +104,15 @@ class Snapshot:
         """Copy everything, check that nothing changed meanwhile, and take the checksums."""
         try:
             if self.staging.plan.scalars is not None:
-                self.staging.set_scalars(json.dumps(self._scalars, allow_nan=False).encode())
+                self._set_scalars()
+            for index, array in enumerate(self._per_rank().values(), len(self._sources.specs)):
+                place = self.staging.view(index)[0]
+                if place.shape != array.shape or place.dtype != array.dtype:
+                    raise ValueError("a rank's own array is of another form than before")
+                np.copyto(place, array)
             self._prepared.set()
             began = time.perf_counter()
-            self._copy_tasks()
+            self._copy_batches()
             while not all(self._copied_flags):  # the training thread has the last ones
                 time.sleep(_POLL_SECONDS)
             self._sources.check()
@@ -125,9 +134,14 @@ class Snapshot:
             for event in (self._prepared, self._issued, self._landed, self._sealed):
                 event.set()
 
-    def _copy_tasks(self) -> None:
-        tasks, left, flags, sources = (
-            self._tasks,
+    def _set_scalars(self) -> None:
+        text = json.dumps(self._scalars, allow_nan=False).encode()
+        self.scalars_too_long = len(text) > self.staging.scalars_room
+        self.staging.set_scalars(text)
+
+    def _copy_batches(self) -> None:
+        batches, left, flags, sources = (
+            self._batches,
             self._left,
             self._copied_flags,
             self._sources,
@@ -138,8 +152,7 @@ class Snapshot:
             except IndexError:
                 return
             try:
-                task = tasks[number]
-                sources.copy(task.index, task.rows, task.out)
+                sources.copy(batches[number].items)
             except BaseException as error:
                 self._error = f"{type(error).__name__}: {error}"
             flags[number] = 1
@@ -161,12 +174,12 @@ class Snapshot:
             time.sleep(_POLL_SECONDS)
 
     def _has(self, piece: int, end: int) -> bool:
-        tasks, flags = self._tasks, self._copied_flags
-        while self._low < len(tasks) and flags[self._low]:
+        batches, flags = self._batches, self._copied_flags
+        while self._low < len(batches) and flags[self._low]:
             self._low += 1
-        if self._low == len(tasks):
+        if self._low == len(batches):
             return True
-        first: CopyTask = tasks[self._low]
+        first = batches[self._low]
         return (first.piece, first.start) >= (piece, end)
 
     def wait_sealed(self) -> Part:

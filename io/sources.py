@@ -8,15 +8,12 @@ memory, on a device or somewhere else, and what has to happen before they may ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import EllipsisType
 from typing import Protocol
 
 import numpy as np
 
 from hpctrain.io.shards import ShardSpec, TensorShard
-
-Rows = slice | EllipsisType
-"""Part of a shard: rows of its first dimension, or all of it."""
+from hpctrain.io.staging import Item
 
 
 class Sources(Protocol):
@@ -34,15 +31,15 @@ class Sources(Protocol):
     @property
     def specs(self) -> tuple[ShardSpec, ...]: ...
     @property
-    def eager(self) -> Sequence[int]: ...
+    def eager(self) -> frozenset[int]: ...
     @property
     def lands_at_settle(self) -> bool: ...
 
     def begin(self) -> None:
         """Called in the training thread when a snapshot begins."""
 
-    def copy(self, index: int, rows: Rows, out: np.ndarray) -> None:
-        """Copy a part of shard ``index`` to ``out``, or see to it that this will happen.
+    def copy(self, items: Sequence[Item]) -> None:
+        """Copy parts of shards to their places, or see to it that this will happen.
 
         Called by several threads at once, for different parts; must not hold Python's lock
         for long.
@@ -69,15 +66,16 @@ class HostSources:
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
         self.specs = tuple(shard.spec for shard in shards)
-        self.eager: tuple[int, ...] = ()
+        self.eager: frozenset[int] = frozenset()
         self.lands_at_settle = False
         self._arrays = [shard.array for shard in shards]
 
     def begin(self) -> None:
         return
 
-    def copy(self, index: int, rows: Rows, out: np.ndarray) -> None:
-        np.copyto(out, self._arrays[index][rows])
+    def copy(self, items: Sequence[Item]) -> None:
+        for item in items:
+            np.copyto(item.out, self._arrays[item.index][item.rows])
 
     def check(self) -> None:
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -24,19 +25,30 @@ COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CopyTask:
+class Item:
     """Copy rows of a shard to their place in the buffer.
 
     Attributes:
         index: of the shard.
         rows: of its first dimension.
         out: where to, a view of the buffer.
-        piece, start: where that view begins.
     """
 
     index: int
     rows: slice | EllipsisType
     out: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What is copied in one go: neighbours in the buffer, of COPY_BYTES together or one item.
+
+    Attributes:
+        items: in the order of the buffer.
+        piece, start: where the first one lies.
+    """
+
+    items: tuple[Item, ...]
     piece: int
     start: int
 
@@ -73,10 +85,6 @@ class Staging:
             self.close()
             raise
         self._views = [self._view(index) for index in range(len(plan.specs))]
-        self.tasks = sorted(
-            (task for index in range(len(plan.specs)) for task in self._tasks(index)),
-            key=lambda task: (task.piece, task.start),
-        )
 
     def _view(self, index: int) -> np.ndarray | None:
         where, spec = self.plan.places[index], self.plan.specs[index]
@@ -91,19 +99,49 @@ class Staging:
         assert found is not None
         return found
 
-    def _tasks(self, index: int) -> list[CopyTask]:
+    def batches(self, left_out: frozenset[int] = frozenset()) -> tuple[Batch, ...]:
+        """Everything to be copied, in the order of the buffer.
+
+        Args:
+            left_out: shards that are copied otherwise.
+        """
+        return tuple(self._group(left_out))
+
+    def _group(self, left_out: frozenset[int]) -> Iterator[Batch]:
+        items = [
+            i for n in range(len(self.plan.specs)) if n not in left_out for i in self._items(n)
+        ]
+        group: list[Item] = []
+        first, filled = (0, 0), 0
+        for place, item in sorted(items, key=lambda pair: pair[0]):
+            if group and (filled + item.out.nbytes > COPY_BYTES or place[0] != first[0]):
+                yield Batch(tuple(group), *first)
+                group, filled = [], 0
+            if not group:
+                first = place
+            group.append(item)
+            filled += item.out.nbytes
+        if group:
+            yield Batch(tuple(group), *first)
+
+    def _items(self, index: int) -> list[tuple[tuple[int, int], Item]]:
         out, where = self._views[index], self.plan.places[index]
         if out is None or where is None:
             return []
         piece, start = where
         if out.nbytes <= COPY_BYTES or out.ndim == 0 or out.shape[0] == 1:
-            return [CopyTask(index, ..., out, piece, start)]
+            return [((piece, start), Item(index, ..., out))]
         row = out.nbytes // out.shape[0]
         step = max(1, COPY_BYTES // row)
         return [
-            CopyTask(index, slice(a, a + step), out[a : a + step], piece, start + a * row)
+            ((piece, start + a * row), Item(index, slice(a, a + step), out[a : a + step]))
             for a in range(0, out.shape[0], step)
         ]
+
+    @property
+    def scalars_room(self) -> int:
+        """Bytes that the JSON scalars may have; 0 where another rank writes them."""
+        return 0 if self.plan.scalars is None else self.plan.scalars[2]
 
     def set_scalars(self, text: bytes) -> None:
         """Write the JSON scalars at their place, NUL-padded.
@@ -121,7 +159,6 @@ class Staging:
 
     def close(self) -> None:
         """Free the memory; a folder's files stay."""
-        self.tasks = []
         self._views = []
         self.images = []
         for mapped in self._maps:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -90,13 +90,24 @@ def shard(
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks of a model: members of its lists and dictionaries of modules."""
+    """The repeated blocks of a model: the parts of a sequential one, else the members of its
+    lists and dictionaries of modules."""
+    if isinstance(model, nn.Sequential):
+        yield from _with_parameters(model.children())
+    else:
+        yield from _members(model)
+
+
+def _members(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            members = child.values() if isinstance(child, nn.ModuleDict) else child
-            yield from (m for m in members if any(True for _ in m.parameters()))
+            yield from _with_parameters(child.children())
         else:
-            yield from blocks_of(child)
+            yield from _members(child)
+
+
+def _with_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (m for m in modules if any(True for _ in m.parameters()))
 
 
 def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:

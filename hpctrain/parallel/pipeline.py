@@ -122,7 +122,7 @@ class Pipeline:
         self.gradients = gradients
         self.copies = copies or {}
         self.tied = tied
-        self.store = store or WeightGrads()
+        self.store = WeightGrads() if store is None else store  # an empty one is false
         self.lenders = lenders or {}
         self.vocabulary = vocabulary
         self.spans: list[Span] | None = None

@@ -100,7 +100,7 @@ class Checkpointer:
             state.step,
             sources,
             scalars=state.scalars() | self._static,
-            per_rank=rng.collect(),
+            per_rank=rng.capture(),
             tiers={STORE} if wait else self.due(state.step),
         )
         outcomes = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,22 +31,32 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(value)
 
 
-def collect() -> dict[str, NDArray[np.generic]]:
-    """State of every generator as arrays of integers."""
-    version, words, gauss = random.getstate()
-    assert version == 3
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    assert name == "MT19937"
-    state: dict[str, NDArray[np.generic]] = {
-        "python": np.asarray(words, dtype=np.uint64),
-        "python_gauss": np.asarray([np.nan if gauss is None else gauss]),
-        "numpy": np.asarray([*keys, position, has_gauss], dtype=np.uint64),
-        "numpy_gauss": np.asarray([cached]),
-        "torch": torch.get_rng_state().numpy(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().numpy()
-    return state
+def capture() -> Callable[[], dict[str, NDArray[np.generic]]]:
+    """The state of every generator now, as a function that gives it as arrays of integers.
+
+    Taking the states is quick; making arrays of them is not, and can be left for later.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    torch_state = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def arrays() -> dict[str, NDArray[np.generic]]:
+        version, words, gauss = python
+        assert version == 3
+        name, keys, position, has_gauss, cached = numpy
+        assert name == "MT19937"
+        state: dict[str, NDArray[np.generic]] = {
+            "python": np.asarray(words, dtype=np.uint64),
+            "python_gauss": np.asarray([np.nan if gauss is None else gauss]),
+            "numpy": np.asarray([*keys, position, has_gauss], dtype=np.uint64),
+            "numpy_gauss": np.asarray([cached]),
+            "torch": torch_state.numpy(),
+        }
+        if cuda is not None:
+            state["cuda"] = cuda.numpy()
+        return state
+
+    return arrays
 
 
 def restore(state: dict[str, NDArray[np.generic]]) -> None:

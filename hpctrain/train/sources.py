@@ -8,9 +8,8 @@ with its name, and from the next one on that tensor is copied before the save re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.shards import ShardSpec
+from hpctrain.io.staging import Item
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,14 +39,15 @@ class Held:
         spec: its box.
         local: the elements.
         owner: the tensor that the model or the optimizer knows, whose version counts changes.
-        current: gives the tensor that stands now where ``owner`` stood.
+        state, key: of an optimizer state, where ``owner`` stands; None and empty for others.
         eager: forward or backward may change it (buffers).
     """
 
     spec: ShardSpec
     local: torch.Tensor
     owner: torch.Tensor
-    current: Callable[[], Any]
+    state: dict[str, Any] | None = None
+    key: str = ""
     eager: bool = False
 
 
@@ -54,48 +55,82 @@ class TorchSources:
     """See :class:`hpctrain.io.sources.Sources`."""
 
     def __init__(self, held: Sequence[Held]) -> None:
-        self._held = list(held)
         self.specs = tuple(h.spec for h in held)
-        self._eager = {index for index, h in enumerate(held) if h.eager}
-        self.eager: Sequence[int] = sorted(self._eager)
-        self._pointers = [h.local.data_ptr() for h in held]
+        self.eager = frozenset(index for index, h in enumerate(held) if h.eager)
+        self._locals = [h.local for h in held]
+        # What nobody but the optimizer knows of needs no watching.
+        self._watched = [(i, h.owner) for i, h in enumerate(held) if h.state is None]
+        self._owners = [owner for _, owner in self._watched]
+        self._stale = False
+        self._states = [(h.state, h.key, h.owner) for h in held if h.state is not None]
+        self._places = [(h.local, h.local.data_ptr()) for h in held if h.state is None]
         self._versions: list[int] = []
         device = next((h.local.device for h in held if h.local.is_cuda), None)
         self.lands_at_settle = device is not None
-        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = None
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrays = [None if h.local.is_cuda else as_numpy(h.local) for h in held]
+        self._pairs: dict[int, tuple[Sequence[Item], list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def still_valid(self) -> bool:
-        """Whether the model and the optimizer still hold these very tensors."""
-        pairs = zip(self._held, self._pointers, strict=True)
-        return all(h.current() is h.owner and h.local.data_ptr() == at for h, at in pairs)
+        """Whether the model and the optimizer seem to hold these very tensors still; a look at
+        some, for the training waits. :meth:`check` looks at all."""
+        some = (self._states[:1], self._places[:1])
+        return not self._stale and self._hold(*some)
+
+    @staticmethod
+    def _hold(
+        states: Sequence[tuple[dict[str, Any], str, torch.Tensor]],
+        places: Sequence[tuple[torch.Tensor, int]],
+    ) -> bool:
+        return all(state.get(key) is tensor for state, key, tensor in states) and all(
+            tensor.data_ptr() == at for tensor, at in places
+        )
 
     def begin(self) -> None:
-        self.eager = sorted(self._eager)
-        self._versions = [h.owner._version for h in self._held]
+        self._versions = [tensor._version for tensor in self._owners]
         if self._stream is not None:
             # The update that made these values may still be running.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def copy(self, index: int, rows: slice | EllipsisType, out: NDArray[Any]) -> None:
-        array = self._arrays[index]
-        if array is not None:
-            np.copyto(out, array[rows])
+    def copy(self, items: Sequence[Item]) -> None:
+        if len(items) == 1 and (array := self._arrays[items[0].index]) is not None:
+            np.copyto(items[0].out, array[items[0].rows])
             return
-        source = self._held[index].local[rows]
-        raw = _RAW.get(source.dtype)
-        target = torch.from_numpy(out)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source if raw is None else source.view(raw), non_blocking=True)
+        # One call for many tensors: Python's lock is held once, not once for each.
+        targets, sources = self._paired(items)
+        with torch.no_grad():
+            if self._stream is None:
+                torch._foreach_copy_(targets, sources)
+            else:
+                with torch.cuda.stream(self._stream):
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def _paired(self, items: Sequence[Item]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Places in a buffer and what goes there, as tensors; kept for the next save."""
+        known = self._pairs.get(id(items))
+        if known is None or known[0] is not items:
+            targets = [torch.from_numpy(item.out) for item in items]
+            sources = [_bits(self._locals[item.index])[item.rows] for item in items]
+            known = self._pairs[id(items)] = (items, targets, sources)
+        return known[1:]
 
     def check(self) -> None:
+        if not self._hold(self._states, self._places):
+            self._stale = True
+            raise CheckpointError(
+                "tensors of the model or the optimizer were replaced by others since the last "
+                "checkpoint; the next one takes the new ones"
+            )
+        pairs = zip(self._watched, self._versions, strict=True)
         changed = [
             index
-            for index, (h, before) in enumerate(zip(self._held, self._versions, strict=True))
-            if h.owner._version != before and index not in self._eager
+            for (index, tensor), before in pairs
+            if tensor._version != before and index not in self.eager
         ]
         if changed:
-            self._eager.update(changed)
+            self.eager = self.eager.union(changed)
             names = ", ".join(self.specs[index].name for index in changed[:3])
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise CheckpointError(
@@ -112,6 +147,12 @@ class TorchSources:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with numpy's idea of its dtype."""
+    raw = _RAW.get(tensor.dtype)
+    return tensor if raw is None else tensor.view(raw)
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
@@ -119,8 +160,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     """A view of a host tensor's elements, raw bits where numpy has no such type."""
-    raw = _RAW.get(tensor.dtype)
-    found: NDArray[Any] = (tensor if raw is None else tensor.view(raw)).numpy()
+    found: NDArray[Any] = _bits(tensor).numpy()
     return found
 
 

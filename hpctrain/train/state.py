@@ -8,8 +8,7 @@ ranks hold whole is written by one of them, in turn, so that the ranks share the
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,14 +111,14 @@ class TrainState:
         model, states = self.model, self.optimizer.state
         for name, parameter in model.named_parameters():
             part = dataclasses.replace(model.part(name, parameter), name=f"model/{name}")
-            yield _Entry(part, parameter, functools.partial(_same, parameter))
+            yield _Entry(part, parameter)
         for name, buffer in model.named_buffers():
             part = dataclasses.replace(model.part(name, buffer), name=f"model/{name}")
-            yield _Entry(part, buffer, functools.partial(_same, buffer), eager=True)
+            yield _Entry(part, buffer, eager=True)
         for name, parameter in model.named_parameters():
             for key, value in self._optimizer_state(name, parameter):
                 part = self._optimizer_part(key, name, parameter, value)
-                yield _Entry(part, value, functools.partial(states[parameter].get, key))
+                yield _Entry(part, value, states[parameter], key)
 
     def _optimizer_part(
         self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor
@@ -212,26 +211,23 @@ class TrainState:
             )
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     """A tensor of the state.
 
     Attributes:
         part: its box, and whether this rank writes it.
-        owner, current, eager: see Held.
+        owner, state, key, eager: see Held.
     """
 
     part: Part
     owner: torch.Tensor
-    current: Callable[[], object]
+    state: dict[str, Any] | None = None
+    key: str = ""
     eager: bool = False
 
     def held(self) -> Held:
         part = self.part
         shape = tuple(part.local.shape)
         spec = ShardSpec(part.name, part.global_shape, part.offsets, shape, dtype_name(part.local))
-        return Held(spec, part.local, self.owner, self.current, self.eager)
+        return Held(spec, part.local, self.owner, self.state, self.key, self.eager)

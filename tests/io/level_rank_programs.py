@@ -6,6 +6,7 @@ node they are on.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def save_levels(root: str, saves: list[list[Any]], files: str = "rank") -> list[
             step,
             state(comm.rank, comm.size, step),
             scalars={"tokens": step * 100},
-            per_rank={"generator": generator},
+            per_rank=functools.partial(dict, generator=generator),
             tiers=tiers,
         )
         told += [
@@ -134,11 +135,11 @@ def killed_in_the_middle(root: str, tier: str) -> None:
     comm = _comm()
     saver = make_saver(Path(root), comm)
     sources = state(comm.rank, comm.size, 1)
-    saver.save(1, sources, scalars={"tokens": 100}, per_rank={}, tiers=[MEMORY, NODE, PARTNER])
+    saver.save(1, sources, scalars={"tokens": 100}, per_rank=dict, tiers=[MEMORY, NODE, PARTNER])
     saver.drain()
     sources = state(comm.rank, comm.size, 2)
     if comm.rank % 2:
         sources.check = lambda: os._exit(0)  # type: ignore[method-assign]
-    saver.save(2, sources, scalars={"tokens": 200}, per_rank={}, tiers=[tier])
+    saver.save(2, sources, scalars={"tokens": 200}, per_rank=dict, tiers=[tier])
     comm.Barrier()
     os._exit(0)

@@ -91,6 +91,9 @@ FOUR_RANKS = {
         f"1f1b {TENSOR}",
         f"zb-v {TENSOR}",
         f"v-half {TENSOR} parallel.sequence=false {UNTIED}",
+        f"zb-h1 {TENSOR} parallel.overlap=true",
+        "zb-v parallel.sharding=zero1",
+        "1f1b parallel.sharding=zero1 train.optimizer=muon train.micro_batch=4",
     ),
     # Embedding and output layer over all ranks; 61 tokens do not divide.
     "vocabulary": [
