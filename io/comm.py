@@ -127,7 +127,7 @@ def _fault(error: Exception | None) -> _Fault | None:
     return _Fault(fault_text(error), None)
 
 
-def fault_text(error: Exception) -> str:
+def fault_text(error: BaseException) -> str:
     """Path and reason of an operating system's error; kind and text of any other."""
     if isinstance(error, OSError):
         name = f"{os.fsdecode(error.filename)}: " if error.filename else ""

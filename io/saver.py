@@ -117,8 +117,8 @@ class Saver:
         self.options = options or SaveOptions()
         self.node = node
         writer = on_root(comm, directory.writer)
-        self._store = StoreTier(self.root, comm.rank, writer, keep, self.options.write)
-        self._tiers: dict[str, Tier] = {tier.name: tier for tier in (*tiers, self._store)}
+        self.store = StoreTier(self.root, comm.rank, writer, keep, self.options.write)
+        self._tiers: dict[str, Tier] = {tier.name: tier for tier in (*tiers, self.store)}
         self._sequence = self._newest_sequence()
         self._memory = next((t for t in tiers if isinstance(t, MemoryTier)), None)
         self._plan: RankPlan | None = None
@@ -141,8 +141,8 @@ class Saver:
 
     def _newest_sequence(self) -> int:
         """Of all levels of all ranks; the store's is looked up by rank 0 for all."""
-        near = [t.newest_sequence() for t in self._tiers.values() if t is not self._store]
-        stored: int = on_root(self.comm, self._store.newest_sequence)
+        near = [t.newest_sequence() for t in self._tiers.values() if t is not self.store]
+        stored: int = on_root(self.comm, self.store.newest_sequence)
         found: list[int] = self.comm.allgather(max(near, default=0))
         return max(stored, *found)
 
@@ -157,8 +157,8 @@ class Saver:
         per_rank: Callable[[], Mapping[str, np.ndarray]],
         tiers: Iterable[str] = (STORE,),
     ) -> bool:
-        """Begin a checkpoint; collective. False where it was skipped because all buffers are
-        in use.
+        """Begin a checkpoint; collective. False where it was skipped: all buffers are in use,
+        or the only level it was for is out of order.
 
         Until :meth:`wait_copied` returns, the tensors of ``sources`` must not change, but for
         those it calls eager.
@@ -179,6 +179,9 @@ class Saver:
         """
         self.wait_copied()
         self._agree_on_plan(sources, per_rank)
+        asked = frozenset(tiers) & self._tiers.keys()
+        if not asked:
+            return False
         staging = self._free_buffer()
         if staging is None and self.options.when_busy == "skip":
             self._advance()
@@ -202,7 +205,7 @@ class Saver:
             sources=sources,
             sealer=self._sealer,
             scalars={**scalars, "step": step},
-            tiers=frozenset(tiers),
+            tiers=asked,
             batches=batches,
             per_rank=per_rank,
         )
@@ -299,21 +302,35 @@ class Saver:
         self._sealer = Sealer(plan)
 
     def _make_buffers(self, plan: RankPlan) -> None:
+        if self._memory is not None:
+            try:
+                self._map_memory(plan, self._memory)
+                return
+            except CheckpointError as error:
+                # The same on every rank. Other levels need no room in a tmpfs.
+                self._free_buffers()
+                self._warnings.append(f"level {self._memory.name} is left out: {error.message}")
+                del self._tiers[self._memory.name]
+                self._memory = None
+
+        def make() -> None:
+            for _ in range(self.options.buffers):
+                self._buffers.append(Staging(plan))
+
+        on_all(self.comm, make)
+
+    def _map_memory(self, plan: RankPlan, memory: MemoryTier) -> None:
         numbers = range(self.options.buffers)
-        memory = self._memory
-        held: list[tuple[int, ...]] = []
-        if memory is not None:
-            # A restart on the same layout finds its newest image and must not overwrite it.
-            held = self.comm.allgather(tuple(memory.held(n, plan.digest) for n in numbers))
-            if not any(held[0]) or any(other != held[0] for other in held):
-                held = []
-                on_all(self.comm, memory.clear)
+        # A restart on the same layout finds its newest image and must not overwrite it.
+        held = self.comm.allgather(tuple(memory.held(n, plan.digest) for n in numbers))
+        if not any(held[0]) or any(other != held[0] for other in held):
+            held = []
+            on_all(self.comm, memory.clear)
 
         def make() -> None:
             for number in numbers:
-                folder = None if memory is None else memory.folder(number)
                 keep = bool(held and held[0][number])
-                self._buffers.append(Staging(plan, folder, keep=keep))
+                self._buffers.append(Staging(plan, memory.folder(number), keep=keep))
 
         on_all(self.comm, make)
         if held:
@@ -362,17 +379,18 @@ class Saver:
                 snapshot.faults[name] = snapshot.error or "given up because another rank failed"
             except HpctrainError as error:
                 snapshot.faults[name] = error.message
-            except Exception as error:
+            except BaseException as error:
+                # Whatever ends this thread, the training thread must not wait for it.
                 snapshot.faults[name] = fault_text(error)
         snapshot.done = True
 
     def _commit(self, snapshot: Snapshot) -> None:
         try:
-            self._store.commit(snapshot)
+            self.store.commit(snapshot)
             snapshot.committed = True
         except HpctrainError as error:
             snapshot.commit_fault = error.message
-        except Exception as error:
+        except BaseException as error:
             snapshot.commit_fault = fault_text(error)
 
     # ---- agreement --------------------------------------------------------------------------
@@ -416,7 +434,7 @@ class Saver:
         error = None
         if failed:
             if self.comm.rank == 0:
-                self._keeper.do(_call(self._store.discard, snapshot))
+                self._keeper.do(_call(self.store.discard, snapshot))
             error = self._failure(snapshot)
         stored = STORE in everywhere
         plan = snapshot.staging.plan

@@ -6,12 +6,16 @@ its sisters. :meth:`Counter.install` puts a kernel of ours before each of them, 
 operation as before and notes it: no wrapper around process groups, no hook a framework part, and
 nothing is missed. Messages are counted where they are sent. docs/communicators.md defines every
 number.
+
+What happens in a step is only noted, in queues that any thread may append to; it is sorted by
+axis and added up when somebody asks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +27,8 @@ import torch.distributed as dist
 OTHER = "other"
 """Groups that are not ours: a user's own."""
 
-Payload = Callable[[Sequence[Any], int, int], tuple[int, float]]
-"""(arguments of the operator, group size, own place) -> (bytes handed in, bytes to move)."""
+_MOST_NOTES = 8192
+"""Notes that are kept before they are added up without being asked."""
 
 
 @dataclass(slots=True)
@@ -42,22 +46,18 @@ class Tally:
     volume: float = 0.0
 
 
-@dataclass(slots=True)
-class _Flight:
-    """Operations of an axis under way, and for how long there was at least one."""
-
-    under_way: int = 0
-    since: float = 0.0
-    seconds: float = 0.0
-
-
 class Counter:
     """Counts communication by axis; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._axes: dict[str, str] = {}
         self._tallies: dict[tuple[str, str], Tally] = {}
-        self._flights: dict[str, _Flight] = {}
+        self._seconds: dict[str, float] = {}
+        self._until: dict[str, float] = {}
+        # (operation, group of PyTorch, bytes, parts) of each operation that PyTorch started.
+        self._notes: deque[tuple[str, Any, int, Any]] = deque()
+        # (axis, or group of PyTorch, began, ended)
+        self._spans: deque[tuple[Any, float, float]] = deque()
         self._lock = threading.Lock()
         self._library: Any = None  # torch.library.Library, which is not typed
         self._timed = False
@@ -66,7 +66,9 @@ class Counter:
 
     def name(self, group: dist.ProcessGroup, axis: str) -> None:
         """Count operations of ``group`` under ``axis`` from now on."""
-        self._axes[group.group_name] = axis
+        with self._lock:
+            self._settle()
+            self._axes[group.group_name] = axis
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis that operations of ``group`` are counted under."""
@@ -75,83 +77,98 @@ class Counter:
     def add(self, axis: str, operation: str, size: int, volume: float) -> None:
         """Note one operation; ``size`` and ``volume`` are bytes, see :class:`Tally`."""
         with self._lock:
-            tally = self._tallies.get((axis, operation))
-            if tally is None:
-                tally = self._tallies[axis, operation] = Tally()
-            tally.calls += 1
-            tally.bytes += size
-            tally.volume += volume
-
-    def begin(self, axis: str, since: float | None = None) -> None:
-        """An operation of ``axis`` is under way, since ``time.perf_counter()`` = ``since``."""
-        began = time.perf_counter() if since is None else since
-        with self._lock:
-            flight = self._flights.get(axis)
-            if flight is None:
-                flight = self._flights[axis] = _Flight()
-            if flight.under_way == 0:
-                flight.since = began
-            flight.under_way += 1
-
-    def end(self, axis: str) -> None:
-        """An operation of ``axis`` is done."""
-        now = time.perf_counter()
-        with self._lock:
-            flight = self._flights[axis]
-            flight.under_way -= 1
-            if flight.under_way == 0:
-                flight.seconds += now - flight.since
+            self._add(axis, operation, size, volume)
 
     @contextmanager
     def during(self, axis: str) -> Iterator[None]:
         """The body is time of communication on ``axis``, for example waiting for a message."""
-        self.begin(axis)
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self.end(axis)
+            self._spans.append((axis, began, time.perf_counter()))
 
     # ---- what was counted ------------------------------------------------------------------
 
     def read(self) -> dict[str, dict[str, float]]:
-        """``calls``, ``bytes``, ``volume`` and ``seconds`` of each axis since the last take."""
+        """``calls``, ``bytes``, ``volume`` and ``seconds`` of each axis since the last take.
+
+        An operation counts from its start, its seconds from its end.
+        """
         with self._lock:
-            return self._read(time.perf_counter())
+            return self._read()
 
     def take(self) -> dict[str, dict[str, float]]:
         """As :meth:`read`, and start from zero: what a step's record holds."""
-        now = time.perf_counter()
         with self._lock:
-            found = self._read(now)
+            found = self._read()
             self._tallies.clear()
-            for flight in self._flights.values():
-                flight.seconds, flight.since = 0.0, now
+            self._seconds.clear()
             return found
 
     def operations(self) -> dict[str, dict[str, Tally]]:
         """Tallies by axis and operation (``all_reduce``, ``send`` …) since the last take."""
         found: dict[str, dict[str, Tally]] = {}
         with self._lock:
+            self._settle()
             for (axis, operation), tally in self._tallies.items():
                 found.setdefault(axis, {})[operation] = Tally(
                     tally.calls, tally.bytes, tally.volume
                 )
         return found
 
-    def _read(self, now: float) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
+    def _read(self) -> dict[str, dict[str, float]]:
+        self._settle()
+        found: dict[str, dict[str, float]] = {
+            axis: {"calls": 0, "bytes": 0, "volume": 0.0, "seconds": 0.0}
+            for axis in dict.fromkeys((*(axis for axis, _ in self._tallies), *self._seconds))
+        }
         for (axis, _), tally in self._tallies.items():
-            row = found.setdefault(axis, {"calls": 0, "bytes": 0, "volume": 0.0, "seconds": 0.0})
+            row = found[axis]
             row["calls"] += tally.calls
             row["bytes"] += tally.bytes
             row["volume"] += tally.volume
-        for axis, flight in self._flights.items():
-            seconds = flight.seconds + (now - flight.since if flight.under_way else 0.0)
-            if axis not in found and seconds > 0:
-                found[axis] = {"calls": 0, "bytes": 0, "volume": 0.0, "seconds": 0.0}
-            if axis in found:
-                found[axis]["seconds"] = seconds
+        for axis, seconds in self._seconds.items():
+            found[axis]["seconds"] = seconds
         return found
+
+    def _add(self, axis: str, operation: str, size: int, volume: float) -> None:
+        tally = self._tallies.get((axis, operation))
+        if tally is None:
+            tally = self._tallies[axis, operation] = Tally()
+        tally.calls += 1
+        tally.bytes += size
+        tally.volume += volume
+
+    def _settle(self) -> None:
+        """Add up what was noted since the last time."""
+        while self._notes:
+            operation, boxed, size, parts = self._notes.popleft()
+            group = dist.ProcessGroup.unbox(boxed)
+            members = group.size()
+            if members > 1:
+                volume = volume_of(operation, size, members)
+                if parts is not None:
+                    volume = float(size - parts[group.rank()])
+                self._add(self.axis_of(group), operation, size, volume)
+        spans: dict[str, list[tuple[float, float]]] = {}
+        while self._spans:
+            where, began, ended = self._spans.popleft()
+            if not isinstance(where, str):
+                group = dist.ProcessGroup.unbox(where)
+                if group.size() == 1:
+                    continue
+                where = self.axis_of(group)
+            spans.setdefault(where, []).append((began, ended))
+        for axis, listed in spans.items():
+            until = self._until.get(axis, 0.0)
+            for began, ended in sorted(listed):
+                # What ran beside another operation of the axis counts once.
+                self._seconds[axis] = self._seconds.get(axis, 0.0) + max(
+                    0.0, ended - max(began, until)
+                )
+                until = max(until, ended)
+            self._until[axis] = until
 
     # ---- PyTorch's operators ---------------------------------------------------------------
 
@@ -182,54 +199,47 @@ class Counter:
             self._library = None
 
     def _put_before(self, name: str, operation: str, group_at: int, payload: Payload) -> None:
-        assert self._library is not None
-        axes = self._axes
-        timed = self._timed and operation != "send"  # a message has no future to ask
         operator = getattr(torch.ops.c10d, name).default
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        timed = self._timed and operation != "send"  # a message has no future to ask
+        notes, spans, clock = self._notes, self._spans, time.perf_counter
 
         def counted(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-            began = time.perf_counter()
+            began = clock()
             # Releases the GIL, as PyTorch's own calls do. Starting an operation with it held can
             # deadlock: gloo's thread wants it to drop a callback while it holds gloo's queue.
             result = operator.redispatch(keys & after, *args)
-            group = dist.ProcessGroup.unbox(args[group_at])
-            members = group.size()
-            if members > 1:
-                axis = axes.get(group.group_name, OTHER)
-                self.add(axis, operation, *payload(args, members, group.rank()))
-                if timed:
-                    # The one truth value among the arguments is async_op.
-                    waits = any(one is False for one in args)
-                    self._time(result, axis, began, waits)
+            group = args[group_at]
+            notes.append((operation, group, *payload(args)))
+            if timed:
+                work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+                # The one truth value among the arguments is async_op: without it the caller
+                # waits at once, and so can we.
+                if any(one is False for one in args):
+                    work.wait()
+                    spans.append((group, began, clock()))
+                else:
+                    _when_done(work, lambda: spans.append((group, began, clock())))
+            if len(notes) > _MOST_NOTES:
+                with self._lock:
+                    self._settle()
             return result
 
         self._library.impl(operator, counted, "BackendSelect", with_keyset=True)
 
-    def _time(self, result: Any, axis: str, began: float, waits: bool) -> None:
-        """Note when an operation is done; ``waits``: its caller waits for it at once."""
-        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        try:
-            future = work.get_future()
-        except RuntimeError:
-            # gloo's reduce-scatter has no future. Where the caller waits, so can we.
-            if waits:
-                self.begin(axis, began)
-                work.wait()
-                self.end(axis)
-            return
-        self.begin(axis, began)
-        future.add_done_callback(lambda _: self.end(axis))
+
+def _when_done(work: dist.Work, note: Callable[[], None]) -> None:
+    try:
+        future = work.get_future()
+    except RuntimeError:  # gloo's reduce-scatter has none
+        return
+    future.add_done_callback(lambda _: note())
 
 
 # ---- payloads ------------------------------------------------------------------------------
 
-
-def _bytes(tensors: Any) -> int:
-    """Bytes of a tensor, a list of tensors, or lists of them."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(_bytes(one) for one in tensors)
+Payload = Callable[[Sequence[Any]], tuple[int, Any]]
+"""Arguments of an operator -> (bytes handed in, bytes for each member where they may differ)."""
 
 
 def volume_of(operation: str, size: int, members: int) -> float:
@@ -246,60 +256,66 @@ def volume_of(operation: str, size: int, members: int) -> float:
     """
     if operation == "all_reduce":
         return 2 * size * (members - 1) / members
-    if operation in ("all_gather",):
+    if operation == "all_gather":
         return float(size * (members - 1))
-    if operation in ("send",):
+    if operation == "send":
         return float(size)
     return size * (members - 1) / members
 
 
-def _whole(operation: str, at: int) -> Payload:
-    """Of operations that hand in the tensors of argument ``at``."""
-
-    def payload(args: Sequence[Any], members: int, place: int) -> tuple[int, float]:
-        size = _bytes(args[at])
-        return size, volume_of(operation, size, members)
-
-    return payload
+def _bytes(tensors: Any) -> int:
+    """Bytes of a tensor, a list of tensors, or lists of them."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(map(_bytes, tensors))
 
 
-def _uneven(args: Sequence[Any], members: int, place: int) -> tuple[int, float]:
-    """All-to-all of one tensor: what stays here is not moved."""
+def _first(args: Sequence[Any]) -> tuple[int, None]:
+    """Of operations that change what they are given."""
+    return _bytes(args[0]), None
+
+
+def _second(args: Sequence[Any]) -> tuple[int, None]:
+    """Of operations with an output and an input."""
+    return _bytes(args[1]), None
+
+
+def _split(args: Sequence[Any]) -> tuple[int, list[int] | None]:
+    """All-to-all of one tensor, cut evenly or at the places that the fifth argument gives."""
     tensor, splits = args[1], args[4]
-    size = _bytes(tensor)
+    size = tensor.nbytes
     if not splits:
-        return size, volume_of("all_to_all", size, members)
-    rows = tensor.shape[0]
-    kept = size // rows * splits[place] if rows else 0
-    return size, float(size - kept)
+        return size, None
+    row = size // max(1, tensor.shape[0])
+    return size, [row * rows for rows in splits]
 
 
-def _lists(args: Sequence[Any], members: int, place: int) -> tuple[int, float]:
-    size = _bytes(args[1])
-    return size, float(size - _bytes(args[1][place]))
+def _lists(args: Sequence[Any]) -> tuple[int, list[int]]:
+    parts = [tensor.nbytes for tensor in args[1]]
+    return sum(parts), parts
 
 
-def _nothing(args: Sequence[Any], members: int, place: int) -> tuple[int, float]:
-    return 0, 0.0
+def _nothing(args: Sequence[Any]) -> tuple[int, None]:
+    return 0, None
 
 
 # Operator -> (operation, which argument is the group, payload).
 _OPERATORS: dict[str, tuple[str, int, Payload]] = {
-    "allreduce_": ("all_reduce", 1, _whole("all_reduce", 0)),
-    "allreduce_coalesced_": ("all_reduce", 1, _whole("all_reduce", 0)),
-    "reduce_": ("reduce", 1, _whole("reduce", 0)),
-    "broadcast_": ("broadcast", 1, _whole("broadcast", 0)),
-    "allgather_": ("all_gather", 2, _whole("all_gather", 1)),
-    "_allgather_base_": ("all_gather", 2, _whole("all_gather", 1)),
-    "allgather_coalesced_": ("all_gather", 2, _whole("all_gather", 1)),
-    "allgather_into_tensor_coalesced_": ("all_gather", 2, _whole("all_gather", 1)),
-    "reduce_scatter_": ("reduce_scatter", 2, _whole("reduce_scatter", 1)),
-    "_reduce_scatter_base_": ("reduce_scatter", 2, _whole("reduce_scatter", 1)),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 2, _whole("reduce_scatter", 1)),
-    "alltoall_base_": ("all_to_all", 2, _uneven),
+    "allreduce_": ("all_reduce", 1, _first),
+    "allreduce_coalesced_": ("all_reduce", 1, _first),
+    "reduce_": ("reduce", 1, _first),
+    "broadcast_": ("broadcast", 1, _first),
+    "allgather_": ("all_gather", 2, _second),
+    "_allgather_base_": ("all_gather", 2, _second),
+    "allgather_coalesced_": ("all_gather", 2, _second),
+    "allgather_into_tensor_coalesced_": ("all_gather", 2, _second),
+    "reduce_scatter_": ("reduce_scatter", 2, _second),
+    "_reduce_scatter_base_": ("reduce_scatter", 2, _second),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 2, _second),
+    "alltoall_base_": ("all_to_all", 2, _split),
     "alltoall_": ("all_to_all", 2, _lists),
-    "gather_": ("gather", 2, _whole("gather", 1)),
-    "scatter_": ("scatter", 2, _whole("scatter", 1)),
-    "send": ("send", 1, _whole("send", 0)),
+    "gather_": ("gather", 2, _second),
+    "scatter_": ("scatter", 2, _second),
+    "send": ("send", 1, _first),
     "barrier": ("barrier", 1, _nothing),
 }

@@ -171,12 +171,15 @@ def _whole_gradients(model: Any) -> dict[str, Any]:
     """Every gradient of the whole model on rank 0; each box from the rank that writes it."""
     import numpy as np
 
+    from hpctrain.runtime.waiting import barrier
+
     boxes = []
     for name, parameter in model.named_parameters():
         part = model.part(name, parameter.grad, like=name)
         if part.writer:
             array = part.local.double().numpy()
             boxes.append((name, part.global_shape, part.offsets, array))
+    barrier(model.context.comm)  # rank 0 may be training alone; MPI's gather would spin
     whole: dict[str, Any] = {}
     for name, shape, offsets, array in itertools.chain(*(model.context.comm.gather(boxes) or [])):
         box = tuple(slice(a, a + n) for a, n in zip(offsets, array.shape, strict=True))

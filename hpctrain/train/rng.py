@@ -60,7 +60,7 @@ def capture() -> Callable[[], dict[str, NDArray[np.generic]]]:
 
 
 def restore(state: dict[str, NDArray[np.generic]]) -> None:
-    """Put every generator back to what :func:`collect` saw."""
+    """Put every generator back to what :func:`capture` saw."""
     gauss = float(state["python_gauss"][0])
     words = tuple(int(word) for word in state["python"])
     random.setstate((3, words, None if np.isnan(gauss) else gauss))

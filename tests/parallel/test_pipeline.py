@@ -73,11 +73,13 @@ TENSOR, ZERO2, ZERO3 = "parallel.tensor=2", "parallel.sharding=zero2", "parallel
 FOUR_RANKS = {
     "every schedule": cases(
         4,
-        *(f"{name} train.micro_batch=3" for name in names()),  # m = 8
-        "gpipe",
+        *names(),  # m = 4
+        "1f1b train.micro_batch=3",  # m = 8
+        "interleaved train.micro_batch=3",
         "zb-h1 train.micro_batch=8",  # fewer micro-batches than ranks
         "zb-v train.micro_batch=4",
-        "v-min train.micro_batch=2",
+        "v-min train.micro_batch=3",
+        "bitpipe train.micro_batch=2",
     ),
     "tensor and data parallelism": cases(
         2,
