@@ -281,7 +281,6 @@ def simulate_schedule(plan: Plan) -> Timeline:
 def job_space() -> Space:
     """What a job file of this version can ask for, of what the search knows."""
     return Space(
-        context=(1,),
         expert=(1,),
         schedules=("1f1b", "interleaved", "zb-h1"),
         recompute=tuple(RECOMPUTE.values()),
@@ -347,6 +346,7 @@ def settings(strategy: Strategy) -> dict[str, object]:
     found: dict[str, object] = {"parallel.tensor": layout.tp}
     if layout.tp > 1:
         found["parallel.sequence"] = strategy.sequence_parallel
+    found["parallel.context"] = layout.cp
     found["parallel.pipeline"] = layout.pp
     if layout.pp > 1:
         found["parallel.schedule"] = form_of(strategy.schedule, strategy.virtual).name

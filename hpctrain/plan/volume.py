@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.fabric import Traffic
 from hpctrain.plan.inputs import Placement, Strategy, Workload
+from hpctrain.plan.layer import exchanged_heads
 from hpctrain.plan.memory import counts
 from hpctrain.plan.steptime import StepModel
 
@@ -33,7 +34,12 @@ class Volume:
 
 def volumes(work: Workload, plan: Strategy) -> list[Volume]:
     """Every kind of traffic of a step; see ``Volume``."""
-    return [*_tensor(work, plan), *_data(work, plan), *_pipeline(work, plan)]
+    return [
+        *_tensor(work, plan),
+        *_context(work, plan),
+        *_data(work, plan),
+        *_pipeline(work, plan),
+    ]
 
 
 def _tensor(work: Workload, plan: Strategy) -> list[Volume]:
@@ -66,6 +72,39 @@ def _tensor(work: Workload, plan: Strategy) -> list[Volume]:
         Volume(("tp",), "reduce_scatter", m * scatters * stream, m * scatters),
         *loss,
     ]
+
+
+def _context(work: Workload, plan: Strategy) -> list[Volume]:
+    """Context parallelism: keys and values round the ring, forward and again backward, their
+    gradients in fp32 behind them; and heads exchanged for tokens, before and after attention.
+
+    What a rank hands on round a ring of c is (c-1)/c of the gathered buffer, as in an all-gather.
+    """
+    layout, model = plan.layout, work.model
+    inner = plan.exchange
+    ring = layout.cp // inner
+    if layout.cp == 1:
+        return []
+    each = 4.0 if work.dtype == "fp32" else 2.0
+    m = work.micro_batches(plan)
+    layers = max(StepModel(work).layers_of(plan))
+    again = 0 if plan.recompute in ("none", "selective") else 1
+    tokens = plan.micro_batch * work.sequence / layout.cp
+    heads, kv = model.heads / layout.tp, max(1.0, model.kv_heads / layout.tp)
+    found = []
+    if ring > 1:
+        whole = 2.0 * tokens * layout.cp * max(1.0, kv / inner) * model.head_dim
+        passes = m * layers * (2 + again)
+        back = m * layers
+        found += [
+            Volume(("cp",), "all_gather", passes * each * whole, passes * (ring - 1)),
+            Volume(("cp",), "reduce_scatter", back * 4.0 * whole, back * (ring - 1)),
+        ]
+    if inner > 1:
+        calls = m * layers * 2 * (2 + again)
+        handed = each * tokens * exchanged_heads(heads, kv, inner) * model.head_dim
+        found.append(Volume(("cp",), "all_to_all", calls / 2 * handed, calls))
+    return found
 
 
 def _data(work: Workload, plan: Strategy) -> list[Volume]:
