@@ -145,20 +145,25 @@ class TokenFile:
         wanted = np.asarray(indices, np.int64).reshape(-1, 1)
         length = self.sequence_length
         places = wanted * length + np.arange(length)
-        begins = self._documents[np.searchsorted(self._documents, places, side="right") - 1]
+        begins = self.document_bounds[:-1]
+        begins = begins[np.searchsorted(begins, places, side="right") - 1]
         found: NDArray[np.int64] = np.maximum(begins - wanted * length, 0)
         return found
 
     @cached_property
-    def _documents(self) -> NDArray[np.int64]:
-        """First tokens of all documents."""
+    def document_bounds(self) -> NDArray[np.int64]:
+        """Where each document begins, and where the last one ends; [documents + 1] tokens.
+
+        Raises:
+            UsageError: the file does not say.
+        """
         with _open(self.path) as file:
             if "documents" not in file:
                 raise UsageError(
                     f"{self.path}: does not say where documents begin (no data set 'documents')",
                     hint="hpctrain data tokenize writes it; or set data.documents: joined",
                 )
-            return np.asarray(file["documents"][:-1], np.int64)
+            return np.asarray(file["documents"][:], np.int64)
 
     def slice(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens ``start`` to ``stop`` of the whole row."""

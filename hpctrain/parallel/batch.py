@@ -21,6 +21,7 @@ class MicroBatch:
         starts: (samples, whole sequence) int64, place of the first token of each token's
             document; None where a sequence is one document.
         weight: of its mean loss in that of all ranks: tokens held over an even share.
+        degree: ranks that share these sequences, where that differs from one to the next.
     """
 
     batch: Any
@@ -28,3 +29,4 @@ class MicroBatch:
     positions: Tensor | None = None
     starts: Tensor | None = None
     weight: float = 1.0
+    degree: int | None = None

@@ -17,7 +17,7 @@ together with the data-parallel ranks, and the loss of a rank is weighted with i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from hpctrain.parallel.context_blocks import Tile, documents_of, tiles
 from hpctrain.parallel.context_exchange import HeadExchange
 from hpctrain.parallel.context_ring import Ring, ring_attention
 from hpctrain.parallel.context_state import StateLine
+from hpctrain.schedule.lengths import degrees
 from hpctrain.spec.sequence import Run, SequenceSplit, count
 
 if TYPE_CHECKING:
@@ -125,48 +126,82 @@ class ContextGroup:
         return [self.split.member_runs(length, m) for m in range(self.split.ring)]
 
 
-def context_group(spec: JobSpec, context: RankContext) -> ContextGroup | None:
-    """The context group of this rank; None where it is alone. Every rank has to come here."""
+@dataclass
+class ContextGroups:
+    """The groups that attention may use, made once, and the one that it uses now.
+
+    Attributes:
+        by_degree: number of ranks -> group; None where this rank is alone.
+        degree: of the micro-batch at hand.
+    """
+
+    by_degree: Mapping[int, ContextGroup | None]
+    degree: int
+
+    @property
+    def current(self) -> ContextGroup | None:
+        return self.by_degree[self.degree]
+
+    def enter(self, micro: MicroBatch) -> None:
+        """Forward and backward of this micro-batch come next."""
+        if micro.degree is not None:
+            self.degree = micro.degree
+
+
+def context_groups(spec: JobSpec, context: RankContext) -> ContextGroups | None:
+    """The context groups of this rank; None where it is alone. Every rank has to come here."""
     part = sequence_part(spec, context)
     split = part.split
     if split.size == 1:
         return None
+    both = spec.parallel.context.both_ways
+    if spec.data.documents == "each":
+        found: dict[int, ContextGroup | None] = {1: None}
+        for degree in degrees(split.size)[1:]:
+            _, inside = context.communicators.halves("cp", degree)
+            place = part.place % degree
+            of = SequencePart(SequenceSplit(degree), place)
+            found[degree] = ContextGroup(of, Ring(inside, place, degree, both), None)
+        return ContextGroups(found, split.size)
     between, inside = context.communicators.halves("cp", split.inner)
     ring = exchange = None
     if split.ring > 1:
-        both = spec.parallel.context.both_ways
         ring = Ring(between, part.place // split.inner, split.ring, both)
     if split.inner > 1:
         exchange = HeadExchange(inside, part.place % split.inner, split.inner)
-    return ContextGroup(part, ring, exchange)
+    return ContextGroups({split.size: ContextGroup(part, ring, exchange)}, split.size)
 
 
-def share_sequence(model: nn.Module, group: ContextGroup) -> None:
+def share_sequence(model: nn.Module, groups: ContextGroups) -> None:
     """Let every attention of a model or stage reach the other ranks' tokens, in place."""
     for module in model.modules():
         if not isinstance(module, Attention):
             continue
         if isinstance(module.core, LinearAttention):
-            assert group.ring is not None
+            group = groups.current
+            assert group is not None and group.ring is not None
             ring = group.ring
             module.core.before = StateLine(ring.group, ring.rank, ring.size).before
         else:
-            module.core = ContextAttention(group)
+            module.core = ContextAttention(groups)
 
 
 class ContextAttention(CausalAttention):
     """Causal attention over sequences of which each rank of a group holds a part."""
 
-    def __init__(self, group: ContextGroup) -> None:
+    def __init__(self, groups: ContextGroups) -> None:
         super().__init__()
-        self.group = group
+        self.groups = groups
 
     def forward(
         self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, starts_BS: Tensor | None = None
     ) -> Tensor:
         """As one rank alone; ``starts_BS`` is of the whole sequence."""
-        group = self.group
-        length = group.part.whole(q_BNSD.shape[2])
+        group = self.groups.current
+        if group is None:
+            return super().forward(q_BNSD, k_BKSD, v_BKSD, starts_BS)
+        held = q_BNSD.shape[2]
+        length = group.part.whole(held) if starts_BS is None else starts_BS.shape[1]
         exchange, ring = group.exchange, group.ring
         heads, kv = q_BNSD.shape[1], k_BKSD.shape[1]
         lengths = group.inner_lengths(length)
@@ -175,10 +210,10 @@ class ContextAttention(CausalAttention):
         if ring is None:
             y_BNSD = super().forward(q_BNSD, k_BKSD, v_BKSD, starts_BS)
         else:
-            held = group.member_runs(length)
+            runs = group.member_runs(length)
             documents = None if starts_BS is None else documents_of(starts_BS)
-            counts = [count(runs) for runs in held]
-            of = _tiles_with(held, ring.rank, documents)
+            counts = [count(one) for one in runs]
+            of = _tiles_with(runs, ring.rank, documents)
             y_BNSD = ring_attention(q_BNSD, k_BKSD, v_BKSD, ring, counts, of)
         if exchange is not None:
             y_BNSD = exchange.to_tokens(y_BNSD, heads, lengths, kv)

@@ -22,6 +22,7 @@ from hpctrain.optim.clip import Axes, global_norm, scale_gradients
 from hpctrain.parallel.data import SHARD_AXES, SHARDS
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.context import ContextGroups
     from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.runtime.context import RankContext
 
@@ -80,10 +81,12 @@ class ParallelModel:
     Attributes:
         token_loss: (logits of this rank, targets) -> mean cross entropy.
         pipeline: runs the chunks in a pipeline; None without one.
+        contexts: groups that share sequences; None without context parallelism.
     """
 
     token_loss: Callable[[Tensor, Tensor], Tensor]
     pipeline: Pipeline | None = None
+    contexts: ContextGroups | None = None
 
     def __init__(
         self,

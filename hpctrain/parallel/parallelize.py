@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Transformer, next_token_loss
-from hpctrain.parallel.context import context_group, share_sequence
+from hpctrain.parallel.context import context_groups, share_sequence
 from hpctrain.parallel.data import REPLICA_AXES, SHARD_AXES, SHARDS, replicate, shard
 from hpctrain.parallel.emulate import emulate
 from hpctrain.parallel.model import Cut, ParallelModel, unwrapped
@@ -64,7 +64,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     schedule = plan_pipeline(spec)
     store = WeightGrads() if schedule is not None and schedule.split_backward else None
     group = _tensor_group(spec, context, store)
-    sequence = context_group(spec, context)
+    contexts = context_groups(spec, context)
     own = spec.model.module is not None
     rank = context.coordinate("pp")
     cuts: dict[str, Cut] = {}
@@ -86,8 +86,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
             assert isinstance(module, Transformer)
             if group is not None:
                 cuts |= cut_transformer(module, group)
-            if sequence is not None:
-                share_sequence(module, sequence)
+            if contexts is not None:
+                share_sequence(module, contexts)
         if schedule is not None and schedule.vocabulary:
             cuts |= spread_vocabulary(stages, spec.model.transformer(), schedule, rank, group)
         elif schedule is not None:
@@ -116,6 +116,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     if schedule is None and not sharded and copies.size > 1:
         parallel.chunks[0] = replicate(modules[0], copies.group)
     parallel.token_loss = token_loss
+    parallel.contexts = contexts
     if schedule is not None:
         assert wire is not None
         parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, group, store)

@@ -115,7 +115,9 @@ def degrees(ranks: int) -> list[int]:
     return found if found[-1] == ranks else [*found, ranks]
 
 
-def plan_lengths(lengths: Sequence[int], ranks: int, capacity: int, costs: Costs) -> LengthPlan:
+def plan_lengths(
+    lengths: Sequence[int], ranks: int, capacity: int, costs: Costs, widest: int | None = None
+) -> LengthPlan:
     """Give each sequence a group, so that the last rank is done early.
 
     For a time that the step may take, each sequence gets the smallest group that is done with it
@@ -127,14 +129,16 @@ def plan_lengths(lengths: Sequence[int], ranks: int, capacity: int, costs: Costs
         ranks: of the step, data- and context-parallel ones together.
         capacity: tokens that a rank can hold in one forward and backward.
         costs: what takes how long.
+        widest: most ranks of a sequence, a divisor of ``ranks``; without, all of them.
 
     Raises:
-        ImpossibleError: a sequence does not fit all ranks together.
+        ImpossibleError: a sequence does not fit that many ranks together.
     """
-    sizes = degrees(ranks)
-    if max(lengths) > ranks * capacity:
+    sizes = degrees(widest or ranks)
+    if max(lengths) > sizes[-1] * capacity:
         raise ImpossibleError(
-            f"a sequence of {max(lengths)} tokens does not fit {ranks} ranks with {capacity} each"
+            f"a sequence of {max(lengths)} tokens does not fit {sizes[-1]} ranks with {capacity} "
+            "each"
         )
     work = sum(map(costs.work, lengths))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -162,7 +166,9 @@ def _within(
     by_degree: dict[int, list[int]] = {size: [] for size in sizes}
     for index in order:
         length = lengths[index]
-        fit = [size for size in sizes if length <= size * capacity]
+        fit = [size for size in sizes if size <= max(1, length) <= size * capacity]
+        if not fit:
+            raise ImpossibleError(f"{length} tokens do not fit groups of {sizes} with {capacity}")
         timely = [size for size in fit if costs.seconds(length, size) <= limit]
         # Where nothing is done in time, what is done first.
         chosen = timely[0] if timely else min(fit, key=lambda d: costs.seconds(length, d))

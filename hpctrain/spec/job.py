@@ -351,11 +351,12 @@ class DataSpec(Section):
         "directory you submit from.",
     )
     sequence_length: OptionalCount = Field(None, description="Tokens a sample.")
-    documents: Annotated[Literal["joined", "separate"], Plain] = Field(
+    documents: Annotated[Literal["joined", "separate", "each"], Plain] = Field(
         "joined",
-        description="Samples are cut from the row of all documents. joined: a token attends to "
-        "all before it in its sample; separate: to those of its own document, whose learned "
-        "positions count from its start.",
+        description="joined, separate: samples are cut from the row of all documents, and a token "
+        "attends to all before it in its sample, or to those of its own document, whose learned "
+        "positions count from its start. each: a document is a sample (several, where it is longer "
+        "than sequence_length), and gets context-parallel ranks by its length.",
     )
     shuffle_block: Count = Field(
         64,
@@ -377,8 +378,10 @@ class DataSpec(Section):
             raise ValueError("give either path (a token file) or module (your own data set)")
         if self.path is not None and self.sequence_length is None:
             raise ValueError("sequence_length is missing: tokens a sample, for example 1024")
-        if self.path is None and self.documents == "separate":
-            raise ValueError("documents: separate needs a token file, which says where they begin")
+        if self.path is None and self.documents != "joined":
+            raise ValueError(
+                f"documents: {self.documents} needs a token file, which says where they begin"
+            )
         return self
 
 

@@ -186,7 +186,8 @@ def check(job: Job) -> None:
         _check_tensor(job, tensor)
     if spec.parallel.context.size > 1:
         _check_context(job)
-    _check_own(job)
+    if spec.data.documents != "joined":
+        _check_documents(job)
     _check_stream(job)
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (tensor > 1 or spec.parallel.fsdp):
@@ -221,13 +222,27 @@ def _check_tensor(job: Job, tensor: int) -> None:
         )
 
 
-def _check_own(job: Job) -> None:
-    if job.spec.model.module is not None and job.spec.data.documents == "separate":
-        message = "separate masks the attention of our transformer; a model of your own has its own"
-        raise _impossible(job, "data.documents", message)
-    if job.spec.model.attention == "linear" and job.spec.data.documents == "separate":
-        message = "separate: the state of model.attention: linear goes on from document to document"
-        raise _impossible(job, "data.documents", f"{message}; leave it joined")
+def _check_documents(job: Job) -> None:
+    spec, documents = job.spec, job.spec.data.documents
+    parallel = spec.parallel
+    why = None
+    if spec.model.module is not None:
+        why = "it masks the attention of our transformer; a model of your own has its own"
+    elif spec.model.attention == "linear":
+        why = "the state of model.attention: linear goes on from document to document"
+    elif documents == "each":
+        refused = {
+            "model.dropout above 0": spec.model.dropout > 0,
+            "parallel.pipeline above 1": parallel.pipeline > 1,
+            "parallel.sharding zero2 or zero3": parallel.fsdp,
+            "parallel.tensor with parallel.sequence": parallel.tensor > 1 and parallel.sequence,
+            "another parallel.context.method than ring": parallel.context.method != "ring",
+        }
+        found = [what for what, given in refused.items() if given]
+        if found:
+            why = f"ranks have different numbers of micro-batches, which {found[0]} does not take"
+    if why is not None:
+        raise _impossible(job, "data.documents", f"{documents}: {why}; leave it joined")
 
 
 def _check_stream(job: Job) -> None:

@@ -168,6 +168,7 @@ def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
 
     from hpctrain.parallel.batch import MicroBatch
     from hpctrain.parallel.context import sequence_part
+    from hpctrain.parallel.context_mixed import dealer_of
 
     batch, length = spec.train.global_batch, spec.data.sequence_length
     vocabulary = spec.model.vocab_size
@@ -175,6 +176,12 @@ def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
     # Small tokens are frequent, so that there is something to learn within a few steps.
     drawn = torch.rand(batch, length + 1, generator=generator, dtype=torch.float64)
     rows = (vocabulary * drawn**4).long()
+    if spec.data.documents == "each":
+        # Few are long, as in collected texts.
+        drawn = torch.rand(batch, generator=generator) ** 3
+        lengths = (1 + drawn * (length - 1)).long().tolist()
+        deal = dealer_of(spec, context).micro_batches
+        return deal(lengths, lambda number: rows[number, : lengths[number] + 1], step * batch)
     starts = None
     if spec.data.documents == "separate":
         begins = torch.rand(batch, length, generator=generator) < 0.15

@@ -108,11 +108,24 @@ def open_source(spec: JobSpec) -> Source:
     assert data.path is not None
     assert data.sequence_length is not None
     vocabulary = spec.model.vocab_size if spec.model.module is None else None
+    if data.documents == "each":
+        from hpctrain.train.sequences import SequenceSource
+
+        return SequenceSource(data.path, data.sequence_length, vocabulary)
     separate = data.documents == "separate"
     source = TokenSource(data.path, data.sequence_length, vocabulary, separate=separate)
     if separate:
         source.document_starts(np.zeros(1, np.int64))  # a file without documents is told of now
     return source
+
+
+def open_batches(source: Source, spec: JobSpec, context: RankContext, start: int) -> Batches:
+    """The batches of a job; ``start`` as in :class:`Batches`."""
+    from hpctrain.train.sequences import SequenceBatches, SequenceSource
+
+    if isinstance(source, SequenceSource):
+        return SequenceBatches(source, spec, context, start)
+    return Batches(source, spec, context, start)
 
 
 class Batches:
@@ -184,6 +197,7 @@ def _on(micro: MicroBatch, device: torch.device) -> MicroBatch:
         _to(micro.positions, device),
         _to(micro.starts, device),
         micro.weight,
+        micro.degree,
     )
 
 

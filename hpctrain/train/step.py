@@ -92,6 +92,8 @@ class Stepper:
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
             keys = dropout_keys(self.train.seed, step, micro.keys)
+            if self.model.contexts is not None:
+                self.model.contexts.enter(micro)
             with accumulating(model, last=index == count - 1):
                 with self._compute():
                     loss = self.loss(model, micro, keys)

@@ -17,6 +17,7 @@ from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Transformer
 from hpctrain.spec.transformer import TransformerDims
 from hpctrain.testing.parity import _spec
+from hpctrain.train.sequences import cut
 
 DIMS = TransformerDims(
     layers=2, hidden=16, heads=4, kv_heads=2, ffn_hidden=40, vocab_size=61, max_positions=32
@@ -85,3 +86,10 @@ def test_documents_of_what_is_not_known_are_refused():
     data = own.replace("path: x", "module: 'a:b'")
     with pytest.raises(SpecError, match="needs a token file"):
         _spec(data + train, 1, [])
+
+
+def test_documents_become_sequences():
+    """Of 7, 1, 2 and 9 tokens, at most 4 inputs each: 6 inputs are two sequences, 0 none."""
+    firsts, lengths = cut(np.cumsum([0, 7, 1, 2, 9]), 4)
+    assert firsts.tolist() == [0, 4, 8, 10, 14]
+    assert lengths.tolist() == [4, 2, 1, 4, 4]

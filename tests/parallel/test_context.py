@@ -17,6 +17,7 @@ train: {steps: 5, global_batch: 8, micro_batch: 1, lr: 7e-3, eps: 1e-6}
 """
 LLAMA = "model.position=rotary model.norm=rmsnorm model.activation=swiglu model.bias=false"
 ODD = "data.sequence_length=23"
+EACH = "data.documents=each model.dropout=0"
 DOCUMENTS = "data.documents=separate"
 RING = "parallel.context=2"
 ULYSSES = "parallel.context.size=2 parallel.context.method=ulysses"
@@ -62,6 +63,10 @@ def test_four_ranks():
         f"{TWO_LEVEL} {DOCUMENTS} {ODD} {LLAMA}",
         f"{ULYSSES} {DOCUMENTS} parallel.tensor=2 parallel.stream=5",
         f"{RING} {DOCUMENTS} {PIPE}=zb-h1 parallel.stream=7 {ODD}",
+        f"parallel.context=4 {EACH} train.global_batch=12 parallel.sharding=zero1",
+        f"{RING} parallel.data=2 {EACH} parallel.recompute=block {LLAMA}",
+        f"{RING} {EACH} parallel.tensor=2 parallel.sequence=false parallel.stream=5",
+        f"parallel.context=4 {EACH} train.global_batch=1",  # some ranks may have nothing
         f"{RING} parallel.tensor=2 {LLAMA}",
         f"{RING} parallel.tensor=2 {OVERLAP} {ODD}",
         f"{ULYSSES} parallel.tensor=2 model.kv_heads=1",
@@ -97,6 +102,7 @@ def test_eight_ranks_on_five_axes():
         (f"{RING} {PIPE}=1f1b+vocab {ODD}", ["+vocab", "23"]),
         (f"{ULYSSES} {LINEAR}", ["linear hands a state", "method: ring"]),
         (f"{RING} {LINEAR} {DOCUMENTS}", ["from document to document", "joined"]),
+        (f"{RING} {EACH} parallel.sharding=zero3", ["micro-batches", "zero2 or zero3", "joined"]),
         ("parallel.context.size=4 parallel.context.method=two-level parallel.context.inner=3",
          ["3 ranks do not divide the 4"]),
     ],

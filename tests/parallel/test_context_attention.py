@@ -115,7 +115,12 @@ def compare_on_ranks(layouts):
     """Largest relative differences of output and gradients, and bytes sent in the ring."""
     from hpctrain.layout import ParallelLayout, RankGrid
     from hpctrain.model.transformer import CausalAttention
-    from hpctrain.parallel.context import ContextAttention, ContextGroup, SequencePart
+    from hpctrain.parallel.context import (
+        ContextAttention,
+        ContextGroup,
+        ContextGroups,
+        SequencePart,
+    )
     from hpctrain.parallel.context_blocks import tiles
     from hpctrain.parallel.context_exchange import HeadExchange
     from hpctrain.parallel.context_ring import Ring, ring_attention
@@ -156,7 +161,7 @@ def compare_on_ranks(layouts):
         parts = [x.detach()[:, :, places].requires_grad_() for x in whole]
         counter.take()
         if causal:
-            y = ContextAttention(group)(*parts, starts)
+            y = ContextAttention(ContextGroups({size: group}, size))(*parts, starts)
         else:
             held = group.member_runs(length)
             mine = held[ring.rank]
