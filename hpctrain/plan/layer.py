@@ -160,16 +160,16 @@ def layer_time(
     # Context parallelism: keys and values travel the ring behind the attention of the last block;
     # heads are exchanged before and after attention.
     if cp > 1:
-        inner, ring = plan.exchange, cp // plan.exchange
+        near, ring = plan.exchange, cp // plan.exchange
         kv = 4.0 * tokens * model.kv_heads * model.head_dim / tp
         ring_time = 0.0
         if ring > 1:
-            ring_time = wires.gather(kv * ring, wires.group((ring, strides["cp"] * inner)))
+            ring_time = wires.gather(kv * ring, wires.group((ring, strides["cp"] * near)))
         forward.cp = max(0.0, ring_time - 0.8 * forward.attention)
         backward.cp = max(0.0, 2.0 * ring_time - 0.8 * backward.attention)
-        if inner > 1:
-            handed = 2.0 * tokens * exchanged_heads(model.heads / tp, model.kv_heads / tp, inner)
-            swap = wires.all_to_all(handed * model.head_dim, wires.group((inner, strides["cp"])))
+        if near > 1:
+            handed = 2.0 * tokens * exchanged_heads(model.heads / tp, model.kv_heads / tp, near)
+            swap = wires.all_to_all(handed * model.head_dim, wires.group((near, strides["cp"])))
             forward.cp += swap
             backward.cp += swap
 
