@@ -68,6 +68,8 @@ class Strategy:
         order: dense axes, outermost first, as ranks are numbered.
         exchange: of the context-parallel ranks, neighbours that exchange heads; the ring is
             between them.
+        stream: tokens of a rank's part of each sequence whose logits and channels exist at once;
+            all where None.
     """
 
     layout: ParallelLayout
@@ -79,6 +81,7 @@ class Strategy:
     sequence_parallel: bool = False
     order: tuple[str, ...] = DEFAULT_ORDER
     exchange: int = 1
+    stream: int | None = None
 
     @property
     def optimizer_ranks(self) -> int:

@@ -159,4 +159,5 @@ def strategy_of(spec: JobSpec) -> Strategy:
         sequence_parallel=spec.parallel.sequence and layout.tp > 1,
         order=DEFAULT_ORDER,
         exchange=spec.sequence_split().inner,
+        stream=parallel.stream,
     )
