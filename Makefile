@@ -4,13 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test whole lint clean
 
 quickstart: $(VENV)/.local data/english.h5
 	$(BIN)/hpctrain submit docs/examples/quickstart.yaml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every case of what the suite samples: about an hour on two cores.
+whole: $(VENV)/.dev
+	$(BIN)/python -m pytest -m whole $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
