@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hpctrain.errors import ImpossibleError
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import build_optimizer
+from hpctrain.optim.adamw8 import KEYS, AdamW8bit, block_rows
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.shampoo import FACTORS, MOMENTS, Shampoo, block_keys
 from hpctrain.parallel.model import ParallelModel, Part, unwrapped
@@ -45,13 +46,14 @@ def make_optimizer(model: ParallelModel, spec: JobSpec) -> torch.optim.Optimizer
     """The optimizer that a job asks for, over what this rank holds of the model.
 
     Raises:
-        ImpossibleError: a matrix optimizer where tensor parallelism or FSDP2 cuts matrices.
+        ImpossibleError: an optimizer of matrices or blocks where tensor parallelism or FSDP2 cuts
+            them.
     """
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (spec.parallel.tensor > 1 or spec.parallel.fsdp):
         raise ImpossibleError(
-            f"train.optimizer: {kind} needs whole matrices, which parallel.tensor above 1 and "
-            "parallel.sharding zero2 and zero3 cut",
+            f"train.optimizer: {kind} needs whole matrices or blocks, which parallel.tensor above "
+            "1 and parallel.sharding zero2 and zero3 cut",
             hint="set parallel.sharding: zero1 or none, and parallel.tensor: 1",
         )
     sharded = spec.parallel.sharding == "zero1"
@@ -118,6 +120,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             return WHOLE
         if kind == "shampoo":
             return self._block
+        if kind == "adamw8bit":
+            return block_rows(parameter.shape[1], self._block)
         return max(1, _GRAIN * parameter.shape[0] // max(1, parameter.numel()))
 
     def _build(self, train: TrainSpec) -> list[torch.optim.Optimizer]:
@@ -154,6 +158,17 @@ class BlockOptimizer(torch.optim.Optimizer):
                         interval=options.interval,
                         damping=options.damping,
                         first_rows={shard: first[shard] for shard in shards},
+                    )
+                )
+            elif kind == "adamw8bit":
+                found.append(
+                    AdamW8bit(
+                        shards,
+                        lr=train.lr,
+                        betas=train.betas,
+                        eps=train.eps,
+                        weight_decay=decay,
+                        block=options.block,
                     )
                 )
             else:
@@ -202,6 +217,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             return ["momentum"]
         if kind == "adamw":
             return list(MOMENTS)
+        if kind == "adamw8bit":
+            return list(KEYS)
         rows, columns = parameter.shape
         blocks = block_keys(range(rows), columns, self._block)
         return [*MOMENTS, *(f"{f}_{r}_{c}" for (r, c), f in itertools.product(blocks, FACTORS))]
@@ -227,6 +244,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         if not shape:
             # torch's fused AdamW keeps the count beside the parameter, as Shampoo does.
             return torch.zeros((), dtype=dtype, device=parameter.device)
+        if key.endswith("_scale"):
+            blocks = -(-self._shards[parameter].numel() // self._block)
+            return torch.zeros(blocks, dtype=dtype, device=parameter.device)
         return torch.zeros_like(self._shards[parameter], dtype=dtype)
 
     def state_part(self, entry: str, name: str, parameter: Tensor, key: str, value: Tensor) -> Part:
@@ -240,6 +260,12 @@ class BlockOptimizer(torch.optim.Optimizer):
         if _factor_row(key) is not None:
             shape = tuple(value.shape)
             return Part(entry, value.detach(), shape, (0,) * len(shape), writes)
+        if key.endswith("_scale"):
+            columns = parameter.shape[1]
+            shape = (-(-parameter.numel() // self._block),)
+            return Part(
+                entry, value.detach(), shape, (piece.start * columns // self._block,), writes
+            )
         offsets = (cut.offsets[0] + piece.start, *cut.offsets[1:])
         return Part(entry, value.detach(), cut.global_shape, offsets, writes)
 

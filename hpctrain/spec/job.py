@@ -363,15 +363,16 @@ class OptimizerSpec(Section):
 
     scalar_key: ClassVar[str | None] = "kind"
 
-    kind: Annotated[Literal["adamw", "muon", "shampoo"], Plain] = Field(
+    kind: Annotated[Literal["adamw", "adamw8bit", "muon", "shampoo"], Plain] = Field(
         "adamw",
-        description="adamw; or muon or shampoo for the matrices of the layers, with AdamW for "
-        "embeddings, output layer, norms and biases.",
+        description="adamw; or for the matrices of the layers adamw8bit (AdamW with states of 8 "
+        "bits, quantised in blocks), muon or shampoo, with adamw for embeddings, output layer, "
+        "norms and biases.",
     )
     adamw: tuple[Line, ...] = Field(
         (),
-        description="muon, shampoo: patterns of the names of further parameters that AdamW "
-        "takes, such as head.* of your own model.",
+        description="adamw8bit, muon, shampoo: patterns of the names of further parameters that "
+        "AdamW takes, such as head.* of your own model.",
     )
     momentum: Fraction = Field(0.95, description="muon: momentum.")
     nesterov: Boolean = Field(True, description="muon: look ahead.")
@@ -382,7 +383,9 @@ class OptimizerSpec(Section):
         "AdamW's learning rates, or √max(1, m/n), which wants about 0.02.",
     )
     block: Count = Field(
-        1024, description="shampoo: longest side of the blocks that matrices are cut into."
+        1024,
+        description="shampoo: longest side of the blocks that matrices are cut into; "
+        "adamw8bit: elements that share a scale.",
     )
     interval: Count = Field(
         10, description="shampoo: steps between computations of the preconditioners' roots."

@@ -53,7 +53,9 @@ def test_two_ranks():
 def test_ragged_shards_change_no_bit():
     """Against the same ranks without sharding; here with the default damping."""
     default = SHAMPOO.replace("1e-4", "1e-6")
-    for optimizer in ("", MUON, default):
+    # 32 columns: two rows a block of 64; 96 columns would be two rows for three blocks.
+    quantised = "train.optimizer.kind=adamw8bit train.optimizer.block=64"
+    for optimizer in ("", MUON, default, quantised):
         cases = layouts(
             f"parallel.sharding=zero1 {optimizer}", f"parallel.sharding=none {optimizer}"
         )
