@@ -5,7 +5,8 @@
 2. tensor and sequence parallelism cut each layer;
 3. layers learn to leave their weight gradient for later, to sleep, to be computed again;
 4. data parallelism: FSDP2 shards what is left a block at a time, or DDP replicates it (in a
-   pipeline its executor reduces gradients instead of DDP);
+   pipeline its executor reduces gradients instead of DDP); across nodes either goes in two levels
+   where that was measured to pay;
 5. weights are drawn, on the device, for the boxes that this rank holds.
 
 The order is part of correctness: what cuts single tensors comes before what shards the set of
@@ -38,6 +39,7 @@ from hpctrain.parallel.regions import TensorGroup, share
 from hpctrain.parallel.split_backward import WeightGrads, split_linears
 from hpctrain.parallel.tensor import cut_linears, cut_transformer
 from hpctrain.parallel.vocabulary import parallel_cross_entropy
+from hpctrain.runtime.gradients import replicate_in_levels, shard_in_levels
 from hpctrain.schedule.job import plan_pipeline
 
 if TYPE_CHECKING:
@@ -98,7 +100,9 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     if not own:
         _draw_weights(parallel, spec.train.seed)
     if schedule is None and not sharded and context.size("dp_replicate") > 1:
-        parallel.chunks[0] = replicate(modules[0], context.mesh["dp_replicate"])
+        replicated = replicate(modules[0], context.mesh["dp_replicate"])
+        replicate_in_levels(replicated, context.communicators.prepare("dp_replicate"))
+        parallel.chunks[0] = replicated
     if group is not None and not own:
         first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
         parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
@@ -113,7 +117,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
 def _shard(model: nn.Module, spec: JobSpec, context: RankContext) -> nn.Module:
     pipeline = spec.parallel.pipeline > 1
     axes = ("dp_replicate", "dp_shard") if context.size("dp_replicate") > 1 else ("dp_shard",)
-    return shard(
+    sharded = shard(
         model,
         context.mesh[axes],
         spec.train.precision,
@@ -121,6 +125,9 @@ def _shard(model: nn.Module, spec: JobSpec, context: RankContext) -> nn.Module:
         reshard_after_forward=spec.parallel.sharding == "zero3" and not pipeline,
         prefetch=0 if pipeline else spec.parallel.prefetch,
     )
+    if context.size("dp_shard") > 1:
+        shard_in_levels(sharded, context.communicators.prepare("dp_shard"))
+    return sharded
 
 
 def _tensor_group(
