@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def replicate(model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs.
 
     After its first backward DDP would put the buckets together anew, in the order in which
@@ -40,8 +41,6 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     so a run that starts from a checkpoint would drift from one that went on. Looking for
     parameters that took no part keeps the first buckets, and such parameters do no harm.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
         model,
@@ -113,7 +112,6 @@ def _with_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Around forward and backward of a micro-batch: communicate only in the last one."""
     from torch.distributed.fsdp import FSDPModule
-    from torch.nn.parallel import DistributedDataParallel
 
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

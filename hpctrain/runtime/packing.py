@@ -29,7 +29,7 @@ def pack(values: Tensor) -> Tensor:
     high, low = words[_high(values)], words[:0] if values.element_size() == 2 else words[0::2]
     # Huffman only: there are no repetitions to look for.
     coder = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    coded = coder.compress((high >> 8).astype(np.uint8)) + coder.flush()
+    coded = coder.compress((high >> 8).astype(np.uint8).data) + coder.flush()
     if len(coded) >= values.numel():
         return values.view(torch.uint8)
     packed = np.empty(2 * len(low) + len(high) + len(coded), np.uint8)
@@ -105,6 +105,6 @@ class PackedExchange:
 
     def finish(self) -> None:
         """Unpack what came; after the work of :meth:`start_data` is done."""
-        for member, blob in enumerate(self._data.split(self._got.tolist())):
+        for member, blob in enumerate(torch.split(self._data, self._got.tolist())):
             if member != self._place:
                 unpack(blob, self._incoming[member])
