@@ -34,7 +34,7 @@ def start_exchange(
         return lambda: x
     transfer = _Transfer(list(send), list(receive), group)
     begun = _Start.apply(x, transfer)  # type: ignore[no-untyped-call]
-    return lambda: _Finish.apply(begun, transfer)
+    return lambda: _Finish.apply(begun, transfer)  # type: ignore[no-untyped-call]
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
@@ -48,7 +48,7 @@ def gather_counts(counts: Tensor, group: Any) -> list[list[int]]:
         return [counts.tolist()]
     found = counts.new_empty(group.size(), counts.numel())
     all_gather_op(found.view(-1), counts, group=group)
-    return found.tolist()  # type: ignore[no-any-return]
+    return found.tolist()
 
 
 class _Transfer:
