@@ -74,17 +74,17 @@ def measure(job: str, repeat: int) -> list[dict[str, Any]]:
                 worked[name], outputs[name] = sum(counts), y.detach()
                 if number:  # the first round warms up
                     seconds[name].append(took)
-        for name in WAYS:
-            rows.append(
-                {
-                    "routing": routing,
-                    "way": name,
-                    "seconds": seconds[name],
-                    "link_bytes": sent[name],
-                    "rows": worked[name],
-                    "difference": float((outputs[name] - outputs["flat"]).abs().max()),
-                }
-            )
+        rows += [
+            {
+                "routing": routing,
+                "way": name,
+                "seconds": seconds[name],
+                "link_bytes": sent[name],
+                "rows": worked[name],
+                "difference": float((outputs[name] - outputs["flat"]).abs().max()),
+            }
+            for name in WAYS
+        ]
     shut_down(context)
     return rows
 
@@ -168,7 +168,8 @@ parallel: {{expert: {ranks}}}
     if options.json:
         print(json.dumps(report))
     else:
-        print(f"{'routing':8} {'way':20} {'seconds':>8} {'MB over link':>13} {'rows':>6} {'gap':>8}")
+        heads = ("seconds", "MB over link", "rows", "gap")
+        print(f"{'routing':8} {'way':20} {heads[0]:>8} {heads[1]:>13} {heads[2]:>6} {heads[3]:>8}")
         for row in report:
             print(
                 f"{row['routing']:8} {row['way']:20} {row['seconds']:8.3f} "
