@@ -24,7 +24,8 @@ model:
   hidden: 32
   heads: 4
   vocab_size: 256
-  moe: {experts: 6, top_k: 2, hidden: 32, shared: 1, capacity: 1.1, router: sigmoid, bias_rate: 0.02}
+  moe:
+    {experts: 6, top_k: 2, hidden: 32, shared: 1, capacity: 1.1, router: sigmoid, bias_rate: 0.02}
 data: {path: tokens.h5, sequence_length: 32, shuffle_block: 4}
 train: {steps: 8, global_batch: 8, micro_batch: 2, lr: 3e-3, schedule: constant}
 checkpoint: {every: 5}
