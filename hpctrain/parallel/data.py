@@ -124,6 +124,8 @@ def _shard_experts(
         shard_placement_fn=placement,
     )
     unit.set_gradient_divide_factor(divisor)
+    # FSDP2 would let the collective divide, which gloo cannot.
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
