@@ -124,8 +124,8 @@ def _shard_experts(
         shard_placement_fn=placement,
     )
     unit.set_gradient_divide_factor(divisor)
-    # FSDP2 would let the collective divide, which gloo cannot.
-    unit.set_force_sum_reduction_for_comms(True)
+    # FSDP2 would let the collective divide, which gloo cannot; with one rank there is none.
+    unit.set_force_sum_reduction_for_comms(ranks > 1)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
