@@ -20,18 +20,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.errors import ImpossibleError
 from hpctrain.model.linear_attention import LinearAttention
+from hpctrain.model.moe_routing import within_capacity
 from hpctrain.model.transformer import Attention, CausalAttention
 from hpctrain.parallel.context_blocks import Tile, documents_of, tiles
 from hpctrain.parallel.context_exchange import HeadExchange
 from hpctrain.parallel.context_ring import Ring, ring_attention
 from hpctrain.parallel.context_state import StateLine
+from hpctrain.parallel.expert import ParallelRouter
 from hpctrain.schedule.lengths import degrees
 from hpctrain.spec.sequence import Run, SequenceSplit, count
 
@@ -106,11 +109,13 @@ class ContextGroup:
         part: what this rank holds.
         ring: of the members; None where there is one.
         exchange: among the ranks of this member; None where it is one.
+        everyone: process group of all of them.
     """
 
     part: SequencePart
     ring: Ring | None
     exchange: HeadExchange | None
+    everyone: Any = None
 
     @property
     def split(self) -> SequenceSplit:
@@ -120,6 +125,24 @@ class ContextGroup:
         """Tokens of the ranks that exchange heads with this one, itself included."""
         first = self.part.place // self.split.inner * self.split.inner
         return [self.split.count(length, first + i) for i in range(self.split.inner)]
+
+    def gather(self, x_BSk: Tensor, length: int) -> Tensor:
+        """The whole sequence in order, of parts (B, S, k); no gradient."""
+        counts = [self.split.count(length, place) for place in range(self.split.size)]
+        samples, held, width = x_BSk.shape
+        padded = x_BSk.new_zeros(samples, max(counts), width)
+        padded[:, :held] = x_BSk
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self.everyone)
+        whole = x_BSk.new_empty(samples, length, width)
+        for place, (part, n) in enumerate(zip(parts, counts, strict=True)):
+            whole[:, self.places(length, place)] = part[:, :n]
+        return whole
+
+    def places(self, length: int, place: int | None = None) -> Tensor:
+        """Places of a rank's tokens, this one's without a place."""
+        runs = self.split.runs(length, self.part.place if place is None else place)
+        return torch.cat([torch.arange(a, b) for a, b in runs])
 
     def member_runs(self, length: int) -> list[list[Run]]:
         """Places of every member of the ring."""
@@ -169,12 +192,18 @@ def context_groups(spec: JobSpec, context: RankContext) -> ContextGroups | None:
         ring = Ring(between, part.place // split.inner, split.ring, both)
     if split.inner > 1:
         exchange = HeadExchange(inside, part.place % split.inner, split.inner)
-    return ContextGroups({split.size: ContextGroup(part, ring, exchange)}, split.size)
+    everyone = context.communicators.along("cp").group
+    group = ContextGroup(part, ring, exchange, everyone)
+    return ContextGroups({split.size: group}, split.size)
 
 
 def share_sequence(model: nn.Module, groups: ContextGroups) -> None:
-    """Let every attention of a model or stage reach the other ranks' tokens, in place."""
+    """Let attention and routers of a model or stage reach the other ranks' tokens, in place."""
     for module in model.modules():
+        if isinstance(module, ParallelRouter):
+            module.__class__ = ContextRouter
+            assert isinstance(module, ContextRouter) and groups.current is not None
+            module.context = groups.current
         if not isinstance(module, Attention):
             continue
         if isinstance(module.core, LinearAttention):
@@ -218,6 +247,28 @@ class ContextAttention(CausalAttention):
         if exchange is not None:
             y_BNSD = exchange.to_tokens(y_BNSD, heads, lengths, kv)
         return y_BNSD
+
+
+class ContextRouter(ParallelRouter):
+    """A router of sequences of which each rank of a context group holds a part."""
+
+    context: ContextGroup
+
+    def tokens(self, here: int) -> int:
+        return self.context.part.whole(super().tokens(here))
+
+    def whole(self, loads_BE: Tensor) -> Tensor:
+        total = super().whole(loads_BE).clone()
+        dist.all_reduce(total, group=self.context.everyone)
+        return total
+
+    def limit(self, experts_BSk: Tensor) -> Tensor:
+        slices = self._slices
+        part = experts_BSk if slices is None else slices.gather(experts_BSk)
+        length = self.context.part.whole(part.shape[1])
+        whole = within_capacity(self.context.gather(part, length), self.moe)
+        mine = whole[:, self.context.places(length).to(whole.device)]
+        return mine if slices is None else mine.chunk(slices.size, dim=1)[slices.rank]
 
 
 def _tiles_with(

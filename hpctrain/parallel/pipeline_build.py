@@ -90,7 +90,12 @@ def build_pipeline(
     replicas = copies.size
     group = copies.group if not sharded and replicas > 1 else None
     gradients: list[ChunkGradients] = [
-        Sharded(cast("FSDPModule", chunk)) if sharded else Replicated(chunk.parameters(), group)
+        Sharded(cast("FSDPModule", chunk))
+        if sharded
+        # Experts on a mesh of their own are summed over it when the step is done.
+        else Replicated(
+            (p for n, p in chunk.named_parameters() if not parallel.is_expert(n)), group
+        )
         for chunk in parallel.chunks
     ]
     scale = 1.0 if sharded else 1.0 / replicas

@@ -84,6 +84,8 @@ def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
         tensor=parallel.tensor,
         context=parallel.context.size,
         pipeline=parallel.pipeline,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
         data=parallel.data,
         shard=parallel.shard if parallel.fsdp else 1,
         ranks_per_node=ranks_per_node,
@@ -164,6 +166,8 @@ def _model(spec: JobSpec) -> dict[str, Any]:
         values["model.ffn_hidden"] = default_ffn_hidden(model.hidden, model.activation)
     if model.max_positions is None:
         values["model.max_positions"] = spec.data.sequence_length
+    if model.moe.experts and model.moe.hidden is None:
+        values["model.moe.hidden"] = values.get("model.ffn_hidden", model.ffn_hidden)
     return values
 
 
@@ -189,6 +193,7 @@ def check(job: Job) -> None:
     if spec.data.documents != "joined":
         _check_documents(job)
     _check_stream(job)
+    _check_experts(job)
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (tensor > 1 or spec.parallel.fsdp):
         key = "parallel.tensor" if tensor > 1 else "parallel.sharding"
@@ -232,6 +237,7 @@ def _check_documents(job: Job) -> None:
         why = "the state of model.attention: linear goes on from document to document"
     elif documents == "each":
         refused = {
+            "a model with experts": spec.model.moe.experts > 0,
             "model.dropout above 0": spec.model.dropout > 0,
             "parallel.pipeline above 1": parallel.pipeline > 1,
             "parallel.sharding zero2 or zero3": parallel.fsdp,
@@ -294,6 +300,51 @@ def _check_context(job: Job) -> None:
 def _fits(spec: JobSpec, size: int) -> bool:
     assert spec.data.sequence_length
     return SequenceSplit(size).fits(spec.data.sequence_length)
+
+
+def _check_experts(job: Job) -> None:
+    parallel, moe = job.spec.parallel, job.spec.model.moe
+    dispatch = parallel.dispatch
+    ranks = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
+    if not moe.experts:
+        for key, value in (*ranks.items(), ("dispatch.chunks", dispatch.chunks)):
+            if value > 1:
+                message = f"found {value}, but the model has no experts (model.moe.experts)"
+                raise _impossible(job, f"parallel.{key}", message)
+        return
+    shared = {"expert": moe.experts, "expert_tensor": moe.hidden or 0}
+    for key, what in (("expert", "experts"), ("expert_tensor", "channels of an expert")):
+        if ranks[key] > shared[key]:
+            message = f"{ranks[key]} ranks cannot share {shared[key]} {what}"
+            raise _impossible(job, f"parallel.{key}", message)
+    if parallel.overlap and parallel.tensor > 1:
+        message = "overlap takes blocks with dense feed-forward networks; set it to false"
+        raise _impossible(job, "parallel.overlap", message)
+    if dispatch.kind == "slice" and (parallel.expert != parallel.tensor or parallel.tensor == 1):
+        raise _impossible(
+            job,
+            "parallel.dispatch.kind",
+            f"slice needs as many expert as tensor ranks, above 1; found expert {parallel.expert}, "
+            f"tensor {parallel.tensor}",
+        )
+    if dispatch.kind == "slice" and parallel.expert_tensor > 1:
+        message = f"slice needs expert_tensor 1; found {parallel.expert_tensor}"
+        raise _impossible(job, "parallel.dispatch.kind", message)
+    if dispatch.kind == "slice" and dispatch.chunks > 1:
+        message = f"slice sends nothing that {dispatch.chunks} parts could overlap; set it to 1"
+        raise _impossible(job, "parallel.dispatch.chunks", message)
+    if dispatch.copies and (
+        parallel.expert == 1
+        or parallel.expert_tensor > 1
+        or dispatch.chunks > 1
+        or dispatch.kind == "slice"
+    ):
+        raise _impossible(
+            job,
+            "parallel.dispatch.copies",
+            "copies of experts need expert above 1, expert_tensor 1, and dispatch flat or "
+            "hierarchical in one part",
+        )
 
 
 def _impossible(job: Job, key: str, message: str) -> ImpossibleError:

@@ -16,8 +16,9 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.io.dtypes import raw_dtype
 from hpctrain.io.shards import Box
-from hpctrain.layout import RankGrid
+from hpctrain.layout import ParallelLayout, RankGrid
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.expert import Place, cut_experts
 from hpctrain.parallel.pipeline_stages import transformer_stages
 from hpctrain.parallel.regions import TensorGroup
 from hpctrain.parallel.tensor import cut_transformer
@@ -112,6 +113,9 @@ def _boxes(
         if layout.tp > 1:
             group = TensorGroup(None, at["tp"], layout.tp, False)
             cuts = cut_transformer(module, group)
+        if layout.tp * layout.cp * layout.ep * layout.etp > 1:
+            among = Place(at["ep"], layout.ep, at["etp"], layout.etp)
+            cuts |= cut_experts(module, among, reduced=True)
         logical = module.logical_names
         for name, parameter in module.named_parameters():
             name = logical.get(name, name)
@@ -121,7 +125,23 @@ def _boxes(
             cut = cuts.get(name)
             offsets = cut.offsets if cut else (0,) * len(shape)
             whole = cut.global_shape if cut else shape
-            yield name, whole, _rows(Box(offsets, shape), place, shard)
+            box = Box(offsets, shape)
+            if cut is not None and cut.expert:
+                ranks = layout.edp if spec.parallel.fsdp else 1
+                yield name, whole, _expert_part(box, at["edp"], ranks)
+            else:
+                yield name, whole, _rows(box, place, shard)
+
+
+def _expert_part(box: Box, rank: int, ranks: int) -> Box:
+    """FSDP2's share of experts on a mesh of their own: whole experts, or rows of each."""
+    experts, rows = box.shape[:2]
+    if experts < ranks and rows % ranks == 0:
+        count = rows // ranks
+        first, *rest = box.offsets
+        offsets = (first, rest[0] + rank * count, *rest[1:])
+        return Box(offsets, (experts, count, *box.shape[2:]))
+    return _rows(box, rank, ranks)
 
 
 def _rows(box: Box, rank: int, ranks: int) -> Box:
