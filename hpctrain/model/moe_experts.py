@@ -130,7 +130,7 @@ class _Grouped(torch.autograd.Function):
 @torch.no_grad()
 def rows_times(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     """x (R, K) times (E, K, N), each row with its expert's matrix: (R, N)."""
-    if _by_library(x):
+    if _by_library(x, *matrices.shape[1:]):
         return F.grouped_mm(x, matrices, offs=_ends(counts, x))
     found = x.new_empty(x.shape[0], matrices.shape[2])
     split = torch.split(x, list(counts)), torch.split(found, list(counts))
@@ -143,7 +143,7 @@ def rows_times(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def products_of(grad: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """gradᵀ·x of each expert's rows: (E, N, K) of grad (R, N) and x (R, K)."""
-    if _by_library(x):
+    if _by_library(x, x.shape[1], grad.shape[1]):
         return F.grouped_mm(grad.T, x, offs=_ends(counts, x))
     found = x.new_zeros(len(counts), grad.shape[1], x.shape[1])
     split = torch.split(grad, list(counts)), torch.split(x, list(counts))
@@ -153,9 +153,11 @@ def products_of(grad: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     return found
 
 
-def _by_library(x: Tensor) -> bool:
-    """Whether one kernel does all experts: that of GPUs for bf16, which a loop would starve."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0
+def _by_library(x: Tensor, *widths: int) -> bool:
+    """Whether one kernel does all experts: that of GPUs for bf16, which a loop would starve. It
+    wants rows of a multiple of 16 bytes."""
+    aligned = all(width % 8 == 0 for width in widths)
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0 and aligned
 
 
 def _ends(counts: Sequence[int], like: Tensor) -> Tensor:
