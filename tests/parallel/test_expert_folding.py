@@ -1,7 +1,7 @@
 """Attention and experts laid on the same ranks in ways of their own, against one rank.
 
-Every pair of a dense layout (tp, dp) and an expert layout (etp, ep, edp) that share a pipeline, on
-8 ranks: ``make folding``, which sets HPCTRAIN_FOLDING=all and takes some minutes. Otherwise a
+Every pair of a dense layout (tp, cp, dp) and an expert layout (etp, ep, edp) that share a pipeline,
+on 8 ranks: ``make folding``, which sets HPCTRAIN_FOLDING=all and takes some minutes. Otherwise a
 sample in which every degree of one side meets several of the other. On 4 ranks, of which two are
 taken for a node, what else experts are combined with.
 """
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.mpi
 EIGHT = JOB.replace("heads: 4", "heads: 8").replace("experts: 6", "experts: 8")
 EIGHT = EIGHT.replace("micro_batch: 2", "micro_batch: 1").replace("layers: 3", "layers: 8")
 EIGHT = EIGHT.replace("shared: 1, dense_layers: 1", "shared: 1")
+EIGHT = EIGHT.replace("sequence_length: 12", "sequence_length: 16")
 HYBRID = f"{ZERO3} parallel.shard=2"
 LEVELS = "parallel.dispatch.kind=hierarchical"
 
@@ -34,35 +35,33 @@ def pairs() -> list[str]:
     turns = ["", ZERO3, CAPACITY, ZERO1, f"{SIGMOID} {SWIGLU}", ZERO2]
     found = []
     for pp in (1, 2, 4, 8):
-        dense = [(tp, cp, dp) for tp, cp, dp in triples(8 // pp) if cp == 1]
-        for tp, _, dp in dense:
+        for tp, cp, dp in triples(8 // pp):
             for etp, ep, _ in triples(8 // pp):
                 schedule = ("1f1b", "zb-v", "interleaved")[len(found) % 3]
                 if pp == 8:
                     schedule = "1f1b"
                 found.append(
-                    f"parallel.tensor={tp} parallel.data={dp} parallel.pipeline={pp} "
-                    f"parallel.expert={ep} parallel.expert_tensor={etp} "
+                    f"parallel.tensor={tp} parallel.context={cp} parallel.data={dp} "
+                    f"parallel.pipeline={pp} parallel.expert={ep} parallel.expert_tensor={etp} "
                     f"parallel.schedule.name={schedule} {turns[len(found) % len(turns)]}"
                 )
     return found
 
 
-def fold(tp: int, dp: int, pp: int, etp: int, ep: int, *more: str) -> str:
+def fold(tp: int, cp: int, dp: int, pp: int, etp: int, ep: int, *more: str) -> str:
     return (
-        f"parallel.tensor={tp} parallel.data={dp} parallel.pipeline={pp} "
+        f"parallel.tensor={tp} parallel.context={cp} parallel.data={dp} parallel.pipeline={pp} "
         f"parallel.expert={ep} parallel.expert_tensor={etp} {' '.join(more)}"
     )
 
 
 SAMPLE = [
-    fold(1, 8, 1, 2, 2),
-    fold(2, 4, 1, 1, 8, CAPACITY),
-    fold(2, 4, 1, 2, 2, HYBRID),
-    fold(4, 2, 1, 2, 2),
-    fold(8, 1, 1, 1, 4, SIGMOID, SWIGLU),
-    fold(2, 2, 2, 4, 1, "parallel.schedule.name=zb-v"),
-    fold(1, 4, 2, 1, 2, ZERO3),
+    fold(1, 1, 8, 1, 2, 2),
+    fold(2, 1, 4, 1, 1, 8, CAPACITY),
+    fold(2, 2, 2, 1, 2, 2, HYBRID),
+    fold(4, 2, 1, 1, 1, 4, SIGMOID, SWIGLU),
+    fold(1, 2, 2, 2, 4, 1, "parallel.schedule.name=zb-v"),
+    fold(1, 4, 1, 2, 1, 2, ZERO3, CAPACITY),
 ]
 FOUR = {
     "two levels": [
@@ -121,5 +120,5 @@ def test_eight_ranks():
 
 
 def test_there_are_as_many_pairs_as_there_should_be():
-    """Factorisations of 8/pp into (tp, dp), times those into (etp, ep, edp)."""
-    assert len(pairs()) == 4 * 10 + 3 * 6 + 2 * 3 + 1 * 1
+    """Factorisations of 8/pp into (tp, cp, dp), times those into (etp, ep, edp)."""
+    assert len(pairs()) == 10 * 10 + 6 * 6 + 3 * 3 + 1 * 1
