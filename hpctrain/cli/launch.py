@@ -18,6 +18,7 @@ from hpctrain.records import RunStatus, StateRecord, write_json
 from hpctrain.rundir import RunDir, safe_name
 
 if TYPE_CHECKING:
+    from hpctrain.machine import Machine
     from hpctrain.spec import JobSpec
 
 Launcher = Literal["local", "slurm"]
@@ -42,13 +43,22 @@ class Plan:
     restore: int = -1
 
 
-def create(prepared: Prepared, runs: Path, argv: Sequence[str]) -> RunDir:
-    """Make the run directory with the job as resolved and what it was made from."""
+def create(
+    prepared: Prepared, runs: Path, argv: Sequence[str], *, name: str | None = None
+) -> RunDir:
+    """Make the run directory with the job as resolved and what it was made from.
+
+    Args:
+        prepared: the job.
+        runs: where run directories lie.
+        argv: command line.
+        name: start of the directory's name; the job's own where None.
+    """
     from hpctrain.spec import dump_job
 
     job = prepared.job
     text = dump_job(job.spec).encode()
-    run = RunDir.create(job.spec.name, runs)
+    run = RunDir.create(name or job.spec.name, runs)
     _write_job(run, text, job.spec)
     write_json(run.provenance, provenance.describe(job, argv, Path.cwd()))
     if job.spec.env:
@@ -106,7 +116,7 @@ def start(run: RunDir, prepared: Prepared, plan: Plan) -> int:
     return _local(run, prepared, plan)
 
 
-def _submitted(run: RunDir, prepared: Prepared) -> None:
+def submitted(run: RunDir, prepared: Prepared) -> None:
     """The state between the command and the first word of the ranks."""
     before = run.read_state()
     run.write_state(
@@ -130,7 +140,7 @@ def _local(run: RunDir, prepared: Prepared, plan: Plan) -> int:
     from hpctrain.launchers.local_run import start as start_local
 
     output.line(f"run {run.id}")
-    _submitted(run, prepared)
+    submitted(run, prepared)
     started = start_local(
         prepared.job.spec, run, rank_program(run), os.environ, restore=plan.restore
     )
@@ -164,14 +174,14 @@ def _local(run: RunDir, prepared: Prepared, plan: Plan) -> int:
         every=_LOCAL_LOOK_SECONDS,
     )
     code = started.wait()
-    view = _settle(view, code, killed)
+    view = settle(view, code, killed)
     summarise(view)
     if killed:
         return INTERRUPTED
     return int(code or 0) if view.exit_code is None else int(view.exit_code)
 
 
-def _settle(view: RunView, code: int | None, killed: bool) -> RunView:
+def settle(view: RunView, code: int | None, killed: bool) -> RunView:
     """Write the end of a local run that its ranks had no time to write."""
     if killed:
         return conclude(view, "cancelled", "ended at once from the keyboard")
@@ -208,6 +218,11 @@ def choose(wanted: str, prepared: Prepared) -> Launcher:
     Raises:
         SchedulerError: Slurm is asked for, or the machine is a site, and it does not answer.
     """
+    return choose_for(wanted, prepared.machine)
+
+
+def choose_for(wanted: str, machine: Machine) -> Launcher:
+    """As :func:`choose`, for a machine."""
     from hpctrain.slurm.client import SlurmClient
 
     if wanted == "local":
@@ -219,9 +234,9 @@ def choose(wanted: str, prepared: Prepared) -> Launcher:
         raise SchedulerError(
             f"Slurm does not answer: {why}", hint="hpctrain doctor shows what is missing"
         )
-    if prepared.machine.kind == "site":
+    if machine.kind == "site":
         raise SchedulerError(
-            f"machine {prepared.machine.name} runs jobs by Slurm, which does not answer: {why}",
+            f"machine {machine.name} runs jobs by Slurm, which does not answer: {why}",
             hint="submit from one of its login nodes, or run here all the same: --launcher local",
         )
     return "local"
@@ -241,10 +256,10 @@ def print_script(prepared: Prepared, runs: Path, *, ask_slurm: bool) -> None:
 
     check_limits(prepared, ask_slurm=ask_slurm)
     run = RunDir(runs.absolute() / f"{safe_name(prepared.job.spec.name)}-dry-run")
-    click.echo(_script(run, prepared).encode("utf-8", "surrogateescape"), nl=False)
+    click.echo(script_of(run, prepared).encode("utf-8", "surrogateescape"), nl=False)
 
 
-def _script(run: RunDir, prepared: Prepared) -> str:
+def script_of(run: RunDir, prepared: Prepared) -> str:
     from hpctrain.launchers import SrunLauncher, mpich_wheel, rank_program
     from hpctrain.slurm.script import render
 
@@ -274,10 +289,11 @@ def _slurm(run: RunDir, prepared: Prepared, plan: Plan) -> int:
 
     before, first = run.read_state(), not run.read_launches()
     output.line(f"run {run.id}")
-    _submitted(run, prepared)
+    submitted(run, prepared)
     client = SlurmClient(os.environ)
     try:
-        done = submit(prepared.job.spec, run, _script(run, prepared), client, restore=plan.restore)
+        script = script_of(run, prepared)
+        done = submit(prepared.job.spec, run, script, client, restore=plan.restore)
     except HpctrainError:
         # Nothing runs: leave the directory as it was, or none.
         if first:
