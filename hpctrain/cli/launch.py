@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.cli import output, provenance, text
 from hpctrain.cli.prepare import Prepared
 from hpctrain.cli.view import FINAL, RunView, look, lost_words
-from hpctrain.errors import Exit, HpctrainError, SchedulerError, UsageError
+from hpctrain.errors import Exit, HpctrainError, ImpossibleError, SchedulerError, UsageError
 from hpctrain.records import RunStatus, StateRecord, write_json
 from hpctrain.rundir import RunDir, safe_name
+from hpctrain.units import format_bytes
 
 if TYPE_CHECKING:
     from hpctrain.machine import Machine
@@ -60,7 +61,13 @@ def create(
     text = dump_job(job.spec).encode()
     run = RunDir.create(name or job.spec.name, runs)
     _write_job(run, text, job.spec)
-    write_json(run.provenance, provenance.describe(job, argv, Path.cwd()))
+    described = provenance.describe(job, argv, Path.cwd())
+    write_json(run.provenance, described | {"hardware": provenance.hardware(prepared)})
+    if job.spec.emulated:
+        from hpctrain.plan.emulation import emulation_table
+
+        cores = len(os.sched_getaffinity(0))
+        write_json(run.emulation, emulation_table(job.spec, prepared.machine, cores))
     if job.spec.env:
         run.provenance.chmod(_PRIVATE)
     return run
@@ -98,15 +105,48 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
         check_limits(prepared, ask_slurm=True)
     else:
         check_job_env(spec.env)
+        _check_emulated(prepared)
         LocalLauncher.find(os.environ).command(spec, rank_program(RunDir(Path.cwd())))
     path = spec.data.path
-    if path is None or Path(path).is_file():
+    if path is None or Path(path).is_file() or spec.emulated:
         return
     problem = str(prepared.job.locate("data.path", f"no file {path}"))
     if launcher == "local":
         hint = f"make it: hpctrain data tokenize TEXT... -o {path}"
         raise UsageError(problem, hint=hint)
     output.warn(f"{problem} on this host")
+
+
+_RANK_BYTES = 160 * 2**20
+"""Memory that a rank of an emulated machine has for itself; libraries are shared."""
+
+
+def _check_emulated(prepared: Prepared) -> None:
+    """Refuse ranks of an emulated machine that this one has no memory for.
+
+    Raises:
+        ImpossibleError: too little memory, or more devices than the simulator takes.
+    """
+    from hpctrain.scaling.simulated import MOST_DEVICES, MOST_RANKS, is_simulated
+
+    spec, ranks = prepared.job.spec, prepared.ranks
+    if not spec.emulated:
+        return
+    if ranks > MOST_DEVICES:
+        raise ImpossibleError(
+            f"machine.emulate: {ranks} devices; the simulator takes {MOST_DEVICES}"
+        )
+    if is_simulated(spec):
+        return
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if ranks * _RANK_BYTES > free:
+        raise ImpossibleError(
+            f"machine.emulate: {ranks} ranks need about {format_bytes(ranks * _RANK_BYTES)}, "
+            f"{format_bytes(free)} are free here",
+            hint=f"fewer ranks; jobs of more than {MOST_RANKS} are simulated without any",
+        )
 
 
 def start(run: RunDir, prepared: Prepared, plan: Plan) -> int:
@@ -141,6 +181,11 @@ def _local(run: RunDir, prepared: Prepared, plan: Plan) -> int:
 
     output.line(f"run {run.id}")
     submitted(run, prepared)
+    if (simulated := simulate(run, prepared)) is not None:
+        from hpctrain.cli.attend import summarise as say
+
+        say(simulated)
+        return Exit.OK
     started = start_local(
         prepared.job.spec, run, rank_program(run), os.environ, restore=plan.restore
     )
@@ -181,6 +226,16 @@ def _local(run: RunDir, prepared: Prepared, plan: Plan) -> int:
     return int(code or 0) if view.exit_code is None else int(view.exit_code)
 
 
+def simulate(run: RunDir, prepared: Prepared) -> RunView | None:
+    """The end of a run that is simulated; None where it has ranks."""
+    from hpctrain.scaling.simulated import is_simulated, write_simulated
+
+    if not is_simulated(prepared.job.spec):
+        return None
+    write_simulated(run, prepared.job.spec, prepared.machine)
+    return look(run, ask_slurm=False)
+
+
 def settle(view: RunView, code: int | None, killed: bool) -> RunView:
     """Write the end of a local run that its ranks had no time to write."""
     if killed:
@@ -218,12 +273,24 @@ def choose(wanted: str, prepared: Prepared) -> Launcher:
     Raises:
         SchedulerError: Slurm is asked for, or the machine is a site, and it does not answer.
     """
-    return choose_for(wanted, prepared.machine)
+    return choose_for(wanted, prepared.machine, emulated=prepared.job.spec.emulated)
 
 
-def choose_for(wanted: str, machine: Machine) -> Launcher:
-    """As :func:`choose`, for a machine."""
+def choose_for(wanted: str, machine: Machine, *, emulated: bool) -> Launcher:
+    """As :func:`choose`, for a machine.
+
+    Raises:
+        UsageError: Slurm is asked for to emulate one.
+    """
     from hpctrain.slurm.client import SlurmClient
+
+    if emulated:
+        if wanted == "slurm":
+            raise UsageError(
+                "machine.emulate: an emulated machine is this one; Slurm has nothing to do with it",
+                hint="leave --launcher slurm out",
+            )
+        return "local"
 
     if wanted == "local":
         return "local"

@@ -57,8 +57,10 @@ def find_machine(job: Job, directory: Path) -> Machine:
     """The machine that a job names; a path is taken from ``directory``."""
     from hpctrain.machine import get_machine
 
-    name = job.spec.machine
-    return get_machine(directory / name if "/" in name else name)
+    name = job.spec.machine_name
+    machine = get_machine(directory / name if "/" in name else name)
+    # Hardware alone: an emulated machine has no scheduler, and no limits.
+    return machine.model_copy(update={"kind": "generic"}) if job.spec.emulated else machine
 
 
 def prepare(job: Job, directory: Path, machine: Machine | None = None) -> Prepared:

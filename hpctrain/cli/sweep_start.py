@@ -73,14 +73,14 @@ class Shop:
         return parse_tree(self._tree, self.text, self.file, overrides)
 
     def prepare(self, job: Job) -> Prepared:
-        return prepare(job, self.directory, self._machine(job))
+        return prepare(job, self.directory, self.machine(job))
 
     def ranks_per_node(self, spec: JobSpec) -> int:
         if isinstance(spec.ranks_per_node, int):
             return spec.ranks_per_node
         from hpctrain.spec import Job
 
-        return devices(self._machine(Job(spec))) or 1
+        return devices(self.machine(Job(spec))) or 1
 
     def check_limits(self, prepared: PreparedPoint) -> None:
         from hpctrain.errors import HpctrainError
@@ -101,7 +101,7 @@ class Shop:
         if (refusal := self._checked[key]) is not None:
             raise refusal
 
-    def _machine(self, job: Job) -> Machine:
+    def machine(self, job: Job) -> Machine:
         name = job.spec.machine
         if name not in self._machines:
             self._machines[name] = find_machine(job, self.directory)
@@ -111,7 +111,7 @@ class Shop:
 def choose(wanted: str, shop: Shop, sweep: SweepFile) -> launch.Launcher:
     """The launcher of a sweep: that of its base job."""
     base = shop.parse([setting.override for setting in sweep.fixed])
-    return launch.choose_for(wanted, shop._machine(base))
+    return launch.choose_for(wanted, shop.machine(base), emulated=base.spec.emulated)
 
 
 # ---- where it stands -----------------------------------------------------------------------
@@ -288,6 +288,8 @@ class Starter:
         if "OMP_NUM_THREADS" not in environ:
             environ["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else 1)
         launch.submitted(run, prepared)
+        if (simulated := launch.simulate(run, prepared)) is not None:
+            return simulated
         launcher = LocalLauncher.find(environ, cores=cores)
         program = rank_program(run)
         started = start(prepared.job.spec, run, program, environ, launcher=launcher)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Transformer, next_token_loss
-from hpctrain.parallel.data import replicate, shard
-from hpctrain.parallel.emulate import emulate
+from hpctrain.parallel.data import replicate, shard, through_dispatcher
+from hpctrain.parallel.emulate import Passes, emulate
 from hpctrain.parallel.model import Cut, ParallelModel, unwrapped
 from hpctrain.parallel.pipeline_build import build_pipeline, wire_of
 from hpctrain.parallel.pipeline_stages import (
@@ -45,18 +45,21 @@ if TYPE_CHECKING:
     from hpctrain.spec.job import JobSpec
 
 
-def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
+def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = None) -> ParallelModel:
     """The model of a job as this rank holds and calls it; float32, initialised.
 
     Args:
         spec: resolved job.
         context: of this rank.
+        passes: seconds that an emulated machine gives each block.
 
     Raises:
         UsageError: the user's model cannot be built, or its plan does not fit it.
         ImpossibleError: a layer or the model cannot be cut so.
     """
     schedule = plan_pipeline(spec)
+    if spec.parallel.emulate:
+        passes = Passes(spec.parallel.emulate, spec.parallel.emulate, spec.parallel.emulate)
     store = WeightGrads() if schedule is not None and schedule.split_backward else None
     group = _tensor_group(spec, context, store)
     own = spec.model.module is not None
@@ -87,8 +90,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     for module in stages.modules:
         if store is not None:
             split_linears(module, store)
-        if spec.parallel.emulate:
-            emulate(module, spec.parallel.emulate, store)
+        if passes is not None:
+            emulate(module, passes, store)
         recompute(module, spec.parallel.recompute, own=own)
     sharded = spec.parallel.fsdp
     modules = [_shard(m, spec, context) if sharded else m for m in stages.modules]
@@ -99,6 +102,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
         _draw_weights(parallel, spec.train.seed)
     if schedule is None and not sharded and context.size("dp_replicate") > 1:
         parallel.chunks[0] = replicate(modules[0], context.mesh["dp_replicate"])
+        if context.communicators.counter.links is not None:
+            through_dispatcher(parallel.chunks[0])
     if group is not None and not own:
         first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
         parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)

@@ -51,7 +51,7 @@ class Row:
         tokens: tokens a second, all ranks.
         speedup, efficiency: against the baseline of its series.
         model_flops, hardware_flops: FLOP/s of a device.
-        mfu: share of the peak; peak: FLOP/s of a device.
+        mfu: share of the peak; peak: FLOP/s of a device; peak_assumed: nobody stated it.
         split: seconds a step by kind.
         memory_bytes: peak of rank 0.
         joules_per_token: where nodes offer it.
@@ -68,6 +68,7 @@ class Row:
     hardware_flops: float | None = None
     mfu: float | None = None
     peak: float | None = None
+    peak_assumed: bool = False
     split: dict[str, float] = field(default_factory=dict)
     memory_bytes: int = 0
     joules_per_token: float | None = None
@@ -217,8 +218,7 @@ def _row(point: PointRuns, planner: Planner | None) -> Row:
         if plan is not None:
             row.predicted_step = plan.step.seconds
             row.peak = plan.work.platform.peak_flops(plan.work.dtype)
-            if not plan.work.platform.known:
-                row.flags.append("the peak of this device is assumed, so is its MFU")
+            row.peak_assumed = not plan.work.platform.known
     if point.reason:
         row.flags.append(f"cannot run: {point.reason}")
     if point.missing:

@@ -124,7 +124,8 @@ class Measured:
             found["other ranks"] += max(0.0, step - inside - computed)
         else:
             found["compute"] = max(0.0, step - inside)
-        found["idle"] = max(0.0, _clock(self.steady) - step - found["checkpoint"])
+        if not self.hardware.get("emulated"):  # whose clock is not this machine's
+            found["idle"] = max(0.0, _clock(self.steady) - step - found["checkpoint"])
         return {kind: seconds for kind, seconds in found.items() if seconds > 0}
 
 

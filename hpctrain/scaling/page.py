@@ -23,14 +23,14 @@ _STYLE = """
 --c4:#ff8fc0;--c5:#a8d957;--c6:#62c4f5;--c7:#e6bb57;--on:#15181c}}
 *{box-sizing:border-box}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);margin:0 auto;
-max-width:1180px;padding:1.2rem 1rem 4rem}
+max-width:1320px;padding:1.2rem 1rem 4rem}
 h1{font-size:1.5rem;line-height:1.25;margin:.3em 0}h2{font-size:1.15rem;margin:2rem 0 .6rem}
 h3{font-size:1rem;margin:1.4rem 0 .4rem}
 .soft,figcaption small{color:var(--soft)}
 .scroll{overflow-x:auto;border:1px solid var(--edge);border-radius:6px}
 table{border-collapse:collapse;width:100%;font-size:.88rem}
-th,td{padding:.35em .7em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--edge)}
-th:first-child,td:first-child{text-align:left}th{background:var(--tint);font-weight:600}
+th,td{padding:.35em .6em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--edge)}
+th:first-child,td:first-child{text-align:left}th{background:var(--tint);font-weight:600;white-space:normal;vertical-align:bottom}
 tr:last-child td{border-bottom:0}tr.none td{color:var(--soft)}tr.base td{font-weight:600}
 .published td{text-align:left}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:1rem}
@@ -181,8 +181,8 @@ def plots(report: Report) -> Iterator[str]:
     yield bars("Time of a step" + mark, kinds[1:], shares, percent) if rows else ""
     if any(row.memory_bytes for row in report.rows) and not report.emulated:
         yield line_plot(
-            "Peak memory of rank 0", _rates(report, "memory_bytes"),
-            x_title=devices, y_title="memory", show=format_bytes,
+            "Peak memory of rank 0", _rates(report, "memory_bytes", 2**30),
+            x_title=devices, y_title="GiB", show=lambda v: f"{v:.3g}",
         )  # fmt: skip
 
 
@@ -198,15 +198,18 @@ def _lines(report: Report, name: str, form: str) -> list[Line]:
                 title = f"{row.point.title}, {row.ranks} devices: {text}"
                 marks.append(Mark(row.ranks, value, estimate.low, estimate.high, title))
         if marks:
-            found.append(Line(series.title, marks))
+            found.append(Line(series.title or _MEASURED[bool(report.emulated)], marks))
     return found
 
 
-def _rates(report: Report, name: str) -> list[Line]:
+_MEASURED = ("measured", "emulated")
+
+
+def _rates(report: Report, name: str, unit: float = 1.0) -> list[Line]:
     found = []
     for series in report.series:
         marks = [
-            Mark(row.ranks, value, title=f"{row.point.title}: {_told(name, value)}")
+            Mark(row.ranks, value / unit, title=f"{row.point.title}: {_told(name, value)}")
             for row in series.rows
             if (value := getattr(row, name)) and row.step is not None
         ]

@@ -16,8 +16,8 @@ from hpctrain.scaling.stats import Estimate
 from hpctrain.units import format_bytes
 
 HEADERS = (
-    "point", "devices", "runs", "step", "tokens/s", "speed-up", "efficiency", "model FLOP/s a "
-    "device", "hardware FLOP/s", "MFU", "planned", "memory",
+    "point", "devices", "runs", "step", "tokens/s", "speed-up", "efficiency", "model FLOP/s",
+    "hardware FLOP/s", "MFU", "planned", "memory",
 )  # fmt: skip
 
 
@@ -102,6 +102,12 @@ def formulas(report: Report) -> list[str]:
         "start (at most half of a start's steps); a point is the median of its runs. [a, b] is a "
         "95 % interval over the runs (Student's t on logarithms); a single run has none.",
         CONVENTION,
+        "FLOP/s are those of one device"
+        + (
+            "; its peak is assumed, not stated by anyone, and so is MFU."
+            if any(row.peak_assumed for row in report.rows)
+            else "."
+        ),
         "Time is that of rank 0, communication in full where it runs beside computation.",
     ]
     return lines

@@ -64,6 +64,12 @@ def _train(
     stopwatch.deadline = environment.deadline
     stopwatch.stop_file = run.stop_file if comm.rank == 0 else None
     context = bootstrap(comm, RankGrid(layout_of(spec)), environment)
+    emulation = None
+    if spec.emulated:
+        from hpctrain.train.emulation import Emulation
+
+        emulation = Emulation.read(run, spec, context)
+        spec = emulation.spec
 
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
@@ -86,9 +92,9 @@ def _train(
         tensorboard=spec.train.tensorboard,
     )
     recorder.state("starting", 0)
-    source = open_source(spec)
+    source = open_source(spec) if emulation is None else emulation.source()
     seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
-    model = parallelize(spec, context)
+    model = parallelize(spec, context, None if emulation is None else emulation.passes)
     optimizer = make_optimizer(model, spec)
     seed_everything(spec.train.seed, context.coordinate("dp"))
     state = TrainState(model, optimizer)
@@ -109,11 +115,17 @@ def _train(
         spec=spec,
         context=context,
         state=state,
-        stepper=Stepper(model, optimizer, spec),
+        stepper=Stepper(
+            model,
+            optimizer,
+            spec,
+            update_seconds=0.0 if emulation is None else emulation.update_seconds,
+        ),
         batches=batches,
         checkpointer=checkpointer,
         recorder=recorder,
         stopwatch=stopwatch,
+        slower=1.0 if emulation is None else emulation.slower,
     )
     try:
         reason = trainer.run()
