@@ -117,7 +117,7 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
     output.warn(f"{problem} on this host")
 
 
-_RANK_BYTES = 160 * 2**20
+_RANK_BYTES = 260 * 2**20
 """Memory that a rank of an emulated machine has for itself; libraries are shared."""
 
 
@@ -127,7 +127,7 @@ def _check_emulated(prepared: Prepared) -> None:
     Raises:
         ImpossibleError: too little memory, or more devices than the simulator takes.
     """
-    from hpctrain.scaling.simulated import MOST_DEVICES, MOST_RANKS, is_simulated
+    from hpctrain.scaling.simulated import MOST_DEVICES, is_simulated
 
     spec, ranks = prepared.job.spec, prepared.ranks
     if not spec.emulated:
@@ -145,7 +145,7 @@ def _check_emulated(prepared: Prepared) -> None:
         raise ImpossibleError(
             f"machine.emulate: {ranks} ranks need about {format_bytes(ranks * _RANK_BYTES)}, "
             f"{format_bytes(free)} are free here",
-            hint=f"fewer ranks; jobs of more than {MOST_RANKS} are simulated without any",
+            hint=f"fewer ranks, or none: machine: {{simulate: {spec.machine_name}}}",
         )
 
 

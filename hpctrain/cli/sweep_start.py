@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.cli import launch, output
 from hpctrain.cli.prepare import Prepared, devices, find_machine, prepare
 from hpctrain.cli.view import RunView, look
-from hpctrain.errors import Exit, UsageError
+from hpctrain.errors import Exit, HpctrainError, UsageError
 from hpctrain.records import read_json, write_json
 from hpctrain.rundir import RunDir, safe_name
 from hpctrain.scaling.points import Prepared as PreparedPoint
@@ -265,7 +265,10 @@ class Starter:
             title = row.point.title
             output.note(f"{number}/{len(wanted)}: {row.point.id} {title}")
             run, prepared = self._make(row)
-            view = self._run_here(run, prepared)
+            try:
+                view = self._run_here(run, prepared)
+            except HpctrainError as error:  # of this point alone
+                view = launch.conclude(look(run), "failed", error.message)
             speed = view.pace.tokens_per_second
             said = view.reason.split("\n")[0] if view.reason else ""
             more = f"{speed:,.0f} tokens/s" if view.status == "finished" and speed else said

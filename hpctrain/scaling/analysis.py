@@ -108,7 +108,7 @@ class Report:
         series: in the order of the sweep.
         hardware: what the runs ran on, one line each.
         emulated: name of the machine that was emulated; empty for real ones.
-        simulated: some points were simulated rather than run.
+        ways: how: ``emulated``, by real ranks that slept, ``simulated``, without ranks, or both.
         warm_up: steps after each start that were left out.
     """
 
@@ -116,7 +116,7 @@ class Report:
     series: list[Series]
     hardware: list[str]
     emulated: str
-    simulated: bool
+    ways: str
     warm_up: int
 
     @property
@@ -135,8 +135,7 @@ class Report:
         """`` (emulated …)`` after every title of an emulated report."""
         if not self.emulated:
             return ""
-        how = "emulated and simulated" if self.simulated else "emulated"
-        return f" ({how}: {self.emulated})"
+        return f" ({self.ways}: {self.emulated})"
 
 
 def analyse(
@@ -170,7 +169,11 @@ def analyse(
             hint="report them apart, compare them with --compare, or say --mixed",
         )
     emulated = {str(run.hardware.get("emulated")) for run in runs if run.hardware.get("emulated")}
-    simulated = any(run.hardware.get("simulated") for run in runs)
+    ways = {
+        "simulated" if run.hardware.get("simulated") else "emulated"
+        for run in runs
+        if run.hardware.get("emulated")
+    }
     groups: dict[str, list[Row]] = {}
     for point in collection.points:
         groups.setdefault(_series_of(collection, point), []).append(_row(point, planner))
@@ -182,7 +185,14 @@ def analyse(
         _relate(one, collection)
     if baseline is not None and not any(_matches(row, baseline) for s in series for row in s.rows):
         raise UsageError(f"--baseline: no point has {_words(baseline)}")
-    return Report(collection, series, list(kinds), ", ".join(sorted(emulated)), simulated, warm_up)
+    return Report(
+        collection,
+        series,
+        list(kinds),
+        ", ".join(sorted(emulated)),
+        " and ".join(sorted(ways)),
+        warm_up,
+    )
 
 
 def _words(settings: Mapping[str, str]) -> str:
@@ -196,7 +206,7 @@ def _hardware(runs: Sequence[Measured]) -> dict[str, list[str]]:
         facts = run.hardware
         parts = [str(facts[key]) for key in ("device", "machine") if facts.get(key)]
         if facts.get("emulated"):
-            parts.append("emulated")
+            parts.append("not real")
         if facts.get("cpu") and facts.get("machine") == "local" and not facts.get("emulated"):
             parts.append(str(facts["cpu"]))
         found.setdefault(", ".join(parts) or "unknown", []).append(run.run.id)

@@ -19,7 +19,7 @@ from hpctrain.scaling.collect import Measured
 MASK = "***"
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|API|KEY|JWT", re.IGNORECASE)
 _ASSIGNED = re.compile(
-    r"((?:^|[\s;&?,'\"-])[\w.-]*(?:token|secret|passw|cred|auth|cookie|api_?key|jwt)[\w.-]*"
+    r"((?:^|[\s;&?,'\"-])[\w.-]*(?:token|secret|passw|cred|auth|cookie|api[_-]?key|[_-]key|jwt)[\w.-]*"
     r"\s*[=:]\s*)(?!\s)([^\s'\"]+|'[^']*'|\"[^\"]*\")",
     re.IGNORECASE,
 )

@@ -68,18 +68,20 @@ def render(report: Report) -> str:
     )
 
 
+_HOW = {
+    "emulated": "Emulated: real ranks on another machine slept as long as the model of {} says.",
+    "simulated": "Simulated: the schedule was run event by event with the times that the model of "
+    "{} gives, without any ranks.",
+    "emulated and simulated": "Partly emulated, by real ranks that slept as long as the model of {} "
+    "says, and partly simulated without ranks.",
+}
+
+
 def _body(report: Report) -> Iterator[str]:
     yield f"<h1>{escape(report.title)}</h1>"
     if report.emulated:
-        how = (
-            "Part of these times were simulated, the others emulated"
-            if report.simulated
-            else ("These times were emulated")
-        )
-        yield (
-            f'<p class="banner">{how}: ranks slept as long as the model of '
-            f"{escape(report.emulated)} says. Nothing here was measured on that machine.</p>"
-        )
+        how = _HOW[report.ways].format(escape(report.emulated))
+        yield f'<p class="banner">{how} Nothing here was measured on that machine.</p>'
     yield f'<p class="soft">{escape("; ".join(report.hardware))} · hpctrain {__version__}</p>'
     for series in report.series:
         yield from _series(report, series)

@@ -31,7 +31,8 @@ MOST_DEVICES = 10_000
 def is_simulated(spec: JobSpec) -> bool:
     """Whether a resolved job is simulated rather than run."""
     assert isinstance(spec.ranks_per_node, int), "resolve() leaves no auto"
-    return spec.emulated and spec.nodes * spec.ranks_per_node > MOST_RANKS
+    many = spec.nodes * spec.ranks_per_node > MOST_RANKS
+    return spec.simulated or (spec.emulated and many)
 
 
 def write_simulated(run: RunDir, spec: JobSpec, machine: Machine) -> SimulatedStep:

@@ -115,7 +115,7 @@ def formulas(report: Report) -> list[str]:
 
 def split_rows(report: Report) -> tuple[list[str], list[tuple[str, ...]]]:
     """Headers and cells of the time split, with the kinds that occur."""
-    kinds = [part for part in PARTS if any(row.split.get(part) for row in report.rows)]
+    kinds = [part for part in PARTS if any(_share(row, part) >= _SHOWN for row in report.rows)]
     found = []
     for row in report.rows:
         if row.split:
@@ -123,6 +123,14 @@ def split_rows(report: Report) -> tuple[list[str], list[tuple[str, ...]]]:
             shares = (percent(row.split.get(kind, 0.0) / total) for kind in kinds)
             found.append((row.point.title, *shares))
     return ["point", *kinds], found
+
+
+_SHOWN = 5e-4
+"""Least share of a kind of time that is worth a column."""
+
+
+def _share(row: Row, part: str) -> float:
+    return row.split.get(part, 0.0) / (sum(row.split.values()) or 1.0)
 
 
 def energy(row: Row) -> str:
@@ -254,7 +262,7 @@ def document(report: Report) -> dict[str, Any]:
         "title": report.title,
         "kind": report.collection.kind,
         "emulated": report.emulated,
-        "simulated": report.simulated,
+        "ways": report.ways,
         "hardware": report.hardware,
         "warm_up_steps": report.warm_up,
         "formulas": formulas(report),
