@@ -72,8 +72,8 @@ _HOW = {
     "emulated": "Emulated: real ranks on another machine slept as long as the model of {} says.",
     "simulated": "Simulated: the schedule was run event by event with the times that the model of "
     "{} gives, without any ranks.",
-    "emulated and simulated": "Partly emulated, by real ranks that slept as long as the model of {} "
-    "says, and partly simulated without ranks.",
+    "emulated and simulated": "Partly emulated, by real ranks that slept as long as the model of {}"
+    " says, and partly simulated without ranks.",
 }
 
 
