@@ -8,6 +8,8 @@ import pytest
 from scaling_synthetic import BATCH, SEQUENCE, write_run, write_sweep
 
 from hpctrain.errors import UsageError
+from hpctrain.records import EventRecord
+from hpctrain.runtime.energy import EnergyMeter
 from hpctrain.scaling.analysis import analyse
 from hpctrain.scaling.collect import collect
 from hpctrain.scaling.stats import Estimate, rank_sum, t_quantile, welch
@@ -182,3 +184,28 @@ def test_statistics_against_tables():
     assert rank_sum([1, 1, 1, 1], [1, 1, 1, 1]) == 1.0
     with pytest.raises(ValueError, match="positive"):
         Estimate.of([0.0])
+
+
+def test_energy_is_read_where_a_node_offers_it(tmp_path):
+    assert EnergyMeter(tmp_path).joules() is None
+    folder = tmp_path / "rapl/class/powercap/intel-rapl:0"
+    folder.mkdir(parents=True)
+    (folder / "max_energy_range_uj").write_text("1000000000")
+    (folder / "energy_uj").write_text("999000000")
+    meter = EnergyMeter(tmp_path / "rapl")
+    (folder / "energy_uj").write_text("2000000")  # wrapped around: 1 J to the end, 2 J on
+    assert meter.joules() == pytest.approx(3.0)
+    cray = tmp_path / "cray/cray/pm_counters"
+    cray.mkdir(parents=True)
+    (cray / "energy").write_text("1500 J 1700000000 us\n")
+    meter = EnergyMeter(tmp_path / "cray")
+    (cray / "energy").write_text("4500 J 1700000009 us\n")
+    assert meter.joules() == 3000.0
+    assert meter.source == "cray pm_counters"
+
+
+def test_energy_a_token(tmp_path):
+    run = write_run(tmp_path, [], [8.0] * 10)
+    run.add_event(EventRecord("energy", 2000.0, "", 0, {"joules": 81920.0}))
+    row = analyse(collect([run.root]), warm_up=5).rows[0]
+    assert row.joules_per_token == 81920 / (10 * BATCH * SEQUENCE)
