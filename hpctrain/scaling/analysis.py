@@ -206,7 +206,7 @@ def _hardware(runs: Sequence[Measured]) -> dict[str, list[str]]:
         facts = run.hardware
         parts = [str(facts[key]) for key in ("device", "machine") if facts.get(key)]
         if facts.get("emulated"):
-            parts.append("not real")
+            parts.append("as modelled")
         if facts.get("cpu") and facts.get("machine") == "local" and not facts.get("emulated"):
             parts.append(str(facts["cpu"]))
         found.setdefault(", ".join(parts) or "unknown", []).append(run.run.id)

@@ -216,10 +216,13 @@ def _ticks(highest: float) -> list[float]:
 def _log_ticks(lowest: float, highest: float) -> list[float]:
     first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
     if last - first < 3:
-        low, high = math.floor(math.log2(lowest)), math.ceil(math.log2(highest))
-        every = max(1, (high - low) // 6)
-        ticks = [2.0**n for n in range(low, high + every, every)]
-        return ticks if len(ticks) > 1 else [*ticks, ticks[0] * 2]
+        all_ticks = [k * 10.0**n for n in range(first, last + 1) for k in (1, 2, 5)]
+        inside = [t for t in all_ticks if lowest < t < highest]
+        below = max(t for t in all_ticks if t <= lowest * 1.0001)
+        above = min(t for t in all_ticks if t >= highest * 0.9999)
+        return [below, *(t for t in inside if below < t < above), above] if below < above else [
+            below, 2 * below,
+        ]  # fmt: skip
     return [10.0**n for n in range(first, last + 1)]
 
 

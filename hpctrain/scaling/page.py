@@ -32,8 +32,9 @@ table{border-collapse:collapse;width:100%;font-size:.88rem}
 th,td{padding:.35em .6em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--edge)}
 th:first-child,td:first-child{text-align:left}th{background:var(--tint);font-weight:600;white-space:normal;vertical-align:bottom}
 tr:last-child td{border-bottom:0}tr.none td{color:var(--soft)}tr.base td{font-weight:600}
-.published td{text-align:left}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:1rem}
+.published td,.published th{text-align:left}
+.published td:first-child{white-space:normal;min-width:15em}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:1rem;margin-top:1rem}
 figure{margin:0;padding:.7rem;border:1px solid var(--edge);border-radius:6px;min-width:0}
 figcaption{font-weight:600;margin-bottom:.3rem}
 figure>svg{display:block;width:100%;height:auto}
@@ -175,11 +176,13 @@ def plots(report: Report) -> Iterator[str]:
         )  # fmt: skip
     kinds, rows = split_rows(report)
     shares = []
+    sizes = [row.ranks for row in report.rows if row.split]
+    distinct = len(set(sizes)) == len(sizes)
     for row in report.rows:
         if row.split:
             total = sum(row.split.values())
             found = [row.split.get(kind, 0.0) / total for kind in kinds[1:]]
-            shares.append((row.point.title, found))
+            shares.append((f"{row.ranks} devices" if distinct else row.point.title, found))
     yield bars("Time of a step" + mark, kinds[1:], shares, percent) if rows else ""
     if any(row.memory_bytes for row in report.rows) and not report.emulated:
         yield line_plot(
@@ -200,11 +203,8 @@ def _lines(report: Report, name: str, form: str) -> list[Line]:
                 title = f"{row.point.title}, {row.ranks} devices: {text}"
                 marks.append(Mark(row.ranks, value, estimate.low, estimate.high, title))
         if marks:
-            found.append(Line(series.title or _MEASURED[bool(report.emulated)], marks))
+            found.append(Line(series.title or report.ways or "measured", marks))
     return found
-
-
-_MEASURED = ("measured", "emulated")
 
 
 def _rates(report: Report, name: str, unit: float = 1.0) -> list[Line]:
