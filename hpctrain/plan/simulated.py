@@ -61,7 +61,9 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     back = ahead * (2.0 if strategy.recompute in ("full", "stage") else 1.0)
     micro = plan.step.micro_batches
     split = plan.step.split
-    data = split["gradient reduction"] + split["sharded state"]
+    # The two copies of a tied embedding are summed by messages between the pipeline's ends.
+    tied = model.state(strategy, model.pipe(strategy).layers).tied
+    data = split["gradient reduction"] - tied + split["sharded state"]
     update = split["optimizer"] + work.values.step_seconds
     schedule = plan_pipeline(spec)
     assert spec.model.layers is not None
@@ -87,10 +89,10 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     blocks = sum(counts[stage] for _, stage in mine)
     tensor = micro * blocks * (ahead + back)
     return SimulatedStep(
-        seconds=timeline.makespan + data + update,
+        seconds=timeline.makespan + tied + data + update,
         compute=timeline.busy[0] - tensor + update,
         tensor=tensor,
-        pipeline=timeline.makespan - timeline.busy[0],
+        pipeline=timeline.makespan - timeline.busy[0] + tied,
         data=data,
         update=update,
         bubble=timeline.bubble_fraction,
