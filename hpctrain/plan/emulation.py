@@ -21,6 +21,8 @@ _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 _FP32 = 4.0
 _BLOCK_SECONDS = 3e-3
 """Time of a core that a rank really needs for a small block, forward and backward."""
+_COLLECTIVE_SECONDS = 5e-3
+"""Time that a small collective really needs where ranks share cores."""
 _BUSY = 0.4
 """Share of the cores' time that ranks may need without getting in each other's way."""
 
@@ -81,7 +83,9 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
     slower = spec.slower
     if slower is None:
         passes = pipe.layers * pipe.micro_batches
-        needed = passes * _BLOCK_SECONDS * layout.world_size / cores
+        collectives = (10 if layout.tp > 1 else 0) + (3 if strategy.states.fully_sharded else 0)
+        each = _BLOCK_SECONDS + collectives * _COLLECTIVE_SECONDS
+        needed = passes * each * layout.world_size / cores
         slower = max(1.0, needed / (_BUSY * model.step(strategy).seconds))
     stretched: dict[str, Any] = _times(table, slower)
     return stretched | {

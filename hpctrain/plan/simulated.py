@@ -58,7 +58,10 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     inputs = block.backward.total - block.backward.communication - block.weights
     inputs += again.total - again.communication
     ahead = _tensor(model, work, strategy)
-    back = ahead * (2.0 if strategy.recompute in ("full", "stage") else 1.0)
+    # Under sequence parallelism the weight gradients gather both regions' inputs once more.
+    back = ahead * (1.5 if strategy.sequence_parallel else 1.0)
+    if strategy.recompute in ("full", "stage"):
+        back += ahead
     micro = plan.step.micro_batches
     split = plan.step.split
     # The two copies of a tied embedding are summed by messages between the pipeline's ends.

@@ -265,7 +265,7 @@ class Counter:
             seconds = links.seconds(axis, operation, size)
             work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
             if any(one is False for one in args):
-                links.wait(work, seconds)
+                links.wait((axis, operation, size), began, work, seconds)
                 spans.append((group, began, clock()))
                 return result
             held = links.later(

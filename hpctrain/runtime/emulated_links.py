@@ -49,6 +49,7 @@ class EmulatedLinks:
         self._lock = threading.Lock()
         self._sent: dict[Any, deque[tuple[Any, Any]]] = {}
         self._free: dict[Any, float] = {}
+        self._cost: dict[Any, float] = {}
 
     def seconds(self, axis: str, operation: str, size: int) -> float:
         """Of a collective in which this rank hands in ``size`` bytes; 0 on unknown axes."""
@@ -61,11 +62,20 @@ class EmulatedLinks:
         fixed, each = self._near if same else self._far
         return float(fixed + each * size)
 
-    def wait(self, work: Any, seconds: float) -> None:
-        """A collective whose caller waits."""
-        began = time.perf_counter()
+    def wait(self, key: Any, began: float, work: Any, seconds: float) -> None:
+        """A collective whose caller waits.
+
+        Args:
+            key: of collectives that are alike. The shortest of them so far is taken for what the
+                real one costs by itself, which is part of the emulated time.
+            began: when the caller asked for it.
+            work: the real one.
+            seconds: of the emulated one.
+        """
         work.wait()
-        sleep_until(time.perf_counter() + seconds)
+        now = time.perf_counter()
+        cost = self._cost[key] = min(now - began, self._cost.get(key, now - began))
+        sleep_until(now + seconds - cost)
         self.blocked += time.perf_counter() - began
 
     def later(self, axis: str, work: Any, seconds: float, done: Callable[[], None]) -> Any:

@@ -43,10 +43,10 @@ def test_a_failed_point_stops_no_other_and_is_run_again(folder):
     (folder / "sweep.yaml").write_text(
         "job: job.yaml\nkind: strong\naxes: {ranks_per_node: [1, 2, 3]}\n"
     )
-    # The first start of each point is told a token file that is not there.
+    # Samples so long that the file holds fewer than a batch, which only ranks can find.
     (folder / "bad.yaml").write_text(
         "job: job.yaml\nset: {train.steps: 6}\nzip: [{ranks_per_node: [1, 2], "
-        "data.sequence_length: [4000000, 16]}]\n"
+        "data.sequence_length: [3000, 16]}]\n"
     )
 
     def call(*arguments, code=0):
@@ -59,7 +59,7 @@ def test_a_failed_point_stops_no_other_and_is_run_again(folder):
 
     done = call("sweep", "bad.yaml", code=6)
     lines = done.stdout.splitlines()
-    assert lines[-2].startswith("p000-1 ranks_per_node=1 data.sequence_length=4000000: failed")
+    assert lines[-2].startswith("p000-1 ranks_per_node=1 data.sequence_length=3000: failed")
     assert lines[-1].startswith("p001-1 ranks_per_node=2 data.sequence_length=16: finished")
     rows = json.loads(call("sweep", "status", "--json").stdout)["runs"]
     assert [row["status"] for row in rows] == ["failed", "finished"]
