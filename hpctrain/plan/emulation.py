@@ -39,13 +39,14 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
     stage, inside a node and between nodes; ``ranks_per_node``.
 
     Raises:
-        UsageError: a model of the user's own.
+        UsageError: a model of the user's own, or one with experts.
     """
     if spec.model.module is not None:
         raise UsageError(
             f"machine.emulate: the shape of model.module {spec.model.module} is not known",
             hint="give layers, hidden, heads and vocab_size of a transformer that is like it",
         )
+    refuse_experts(spec)
     work, _ = workload_of(spec, machine)
     strategy = strategy_of(spec)
     model = StepModel(work)
@@ -102,6 +103,19 @@ def _times(value: Any, factor: float) -> Any:
     if isinstance(value, list):
         return [_times(item, factor) for item in value]
     return value * factor
+
+
+def refuse_experts(spec: JobSpec) -> None:
+    """Experts' dispatch has no emulated time yet.
+
+    Raises:
+        UsageError: the model has experts.
+    """
+    if spec.model.moe.experts:
+        raise UsageError(
+            "machine.emulate: a model with experts (model.moe) has no emulated times",
+            hint="hpctrain plan predicts its step",
+        )
 
 
 def _group(wires: Wires, group: Group, kept: float, summed: float) -> dict[str, list[float]]:
