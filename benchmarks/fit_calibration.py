@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import published_rows
 import yaml
-from published_rows import Row
+from published_rows import Row, half_of
 
 from hpctrain.plan.software import Calibration, apply, calibration, restrict, stack
 from hpctrain.plan.steptime import StepModel
@@ -240,11 +240,6 @@ def with_table(row: Row, table: Mapping[str, Mapping[str, float]]) -> float:
 def errors(rows: Iterable[Row], table: Mapping[str, Mapping[str, float]]) -> list[float]:
     """log(predicted / measured) of each row that has a measured time."""
     return [math.log(with_table(r, table) / r.seconds) for r in rows if r.seconds]
-
-
-def half_of(row: Row) -> int:
-    """Which half a (source, model) group belongs to, dealt by its bytes."""
-    return sum(published_rows.group_of(row).encode()) % 2
 
 
 def round_off(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

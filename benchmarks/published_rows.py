@@ -8,6 +8,7 @@ what it could not model. The rules are listed in docs/planner.md.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,13 @@ from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
+from hpctrain.schedule import names
 
+_RECOMPUTE = {
+    "0": "none", "false": "none", "no": "none", "off": "none", "1": "full", "true": "full",
+    "yes": "full", "block": "full", "uniform": "full", "sac": "selective", "attention": "selective",
+    "core_attn": "selective", "core attention": "selective", "partial": "selective",
+}  # fmt: skip
 LONG = 32768
 """Sequences from here on count as long context."""
 
@@ -134,9 +141,10 @@ class NotModelled(Exception):
 def _number(raw: dict[str, str], key: str) -> float | None:
     text = (raw.get(key) or "").strip()
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
         return None
+    return value if value is None or (math.isfinite(value) and value >= 0) else None
 
 
 def origin_of(raw: dict[str, str]) -> Origin:
@@ -148,17 +156,26 @@ def origin_of(raw: dict[str, str]) -> Origin:
     name = raw.get("gpu", "")
     states = raw.get("zero_stage_or_fsdp", "")
     old = raw.get("dtype") == "fp16"
+    told = _convention(raw.get("notes", ""))
     if re.search("v100", name, re.IGNORECASE):
-        return Origin("", "megatron-2020", "hardware")
+        return Origin("", "megatron-2020", told or "hardware")
     if re.search("a[18]00", name, re.IGNORECASE):
-        return Origin(
-            "", "megatron-2021" if old else "pytorch-2023", attention=None if old else "flash2"
-        )
+        stack = "megatron-2021" if old else "pytorch-2023"
+        return Origin("", stack, told or "model", attention=None if old else "flash2")
     if re.search("mi2|frontier|lumi", name, re.IGNORECASE):
-        return Origin("", "pytorch-2023", attention="flash2")
+        return Origin("", "pytorch-2023", told or "model", attention="flash2")
     if re.search("fsdp|zero", states, re.IGNORECASE) or states in ("2", "3"):
-        return Origin("", "pytorch-2024")
-    return Origin("", "megatron-core-2024")
+        return Origin("", "pytorch-2024", told or "model")
+    return Origin("", "megatron-core-2024", told or "model")
+
+
+def _convention(notes: str) -> str | None:
+    """The FLOP convention that a row's notes state."""
+    if re.search(r"causal attention|attention (counted )?(at )?half|\(causal\)", notes):
+        return "causal"
+    if re.search(r"\bHW FLOP|hardware FLOP|recompute counted|96[- ]formula", notes, re.IGNORECASE):
+        return "hardware"
+    return "model" if re.search(r"model[ -](FLOP|TFLOP)", notes, re.IGNORECASE) else None
 
 
 def _kernel(raw: dict[str, str], origin: Origin) -> tuple[str | None, bool | None]:
@@ -181,23 +198,24 @@ def _kernel(raw: dict[str, str], origin: Origin) -> tuple[str | None, bool | Non
 
 
 def _states(text: str) -> StatePlacement:
-    text = text.strip().lower()
-    if "fsdp" in text or text == "3" or "zero-3" in text or "zero3" in text:
+    text = text.strip().lower().removesuffix(".0")
+    if "fsdp" in text or "hsdp" in text:
         placed = StatePlacement.zero(3)
         if "grad_op" in text or "zero2" in text or "zero-2" in text:
             return replace(placed, parameters=Placement.MATERIALISED)
         return placed
-    if text in ("dist-opt", "1", "zero1", "zero-1", "distopt"):
+    stage = re.search(r"zero[- _]?(?:stage[- _]?)?([0-3])|^([0-3])$", text)
+    if stage:
+        return StatePlacement.zero(int(stage[1] or stage[2]))
+    if re.search(r"dist\w*[- _]?opt|distributed[- _]optimizer", text):
         return StatePlacement.zero(1)
-    if text in ("2", "zero2", "zero-2"):
-        return StatePlacement.zero(2)
     return StatePlacement.zero(0)
 
 
 def _model(raw: dict[str, str], filled: list[str]) -> ModelShape:
     def need(key: str) -> int:
         value = _number(raw, key)
-        if value is None:
+        if not value:
             raise NotModelled(f"{key} is not stated")
         return int(value)
 
@@ -309,6 +327,9 @@ def parse(raw: dict[str, str]) -> Row:
     filled: list[str] = []
     origin = origin_of(raw)
     devices = _number(raw, "gpus")
+    if devices is None and _number(raw, "dp"):
+        degrees = (_number(raw, axis) or 1.0 for axis in ("dp", "tp", "pp", "cp"))
+        devices = math.prod(degrees)
     sequence = _number(raw, "seq")
     batch = _number(raw, "global_batch")
     if not devices or not sequence:
@@ -339,7 +360,10 @@ def parse(raw: dict[str, str]) -> Row:
     if batch is None:
         filled.append("global_batch")
         batch = micro * dp * (4 * pp if pp > 1 else 1)
-    schedule = raw.get("schedule", "").strip()
+    schedule = raw.get("schedule", "").strip().lower()
+    if schedule and schedule.split("+")[0] not in (*names(), "interleaved-1f1b"):
+        filled.append("schedule")
+        schedule = "interleaved-1f1b" if re.search("inter|vpp|virtual", schedule) else "1f1b"
     virtual = _number(raw, "vpp_interleave")
     if virtual is None:
         virtual = 1
@@ -366,7 +390,8 @@ def parse(raw: dict[str, str]) -> Row:
     if parallel is None:
         filled.append("seqpar")
         parallel = float(stack.sequence_parallel)
-    recompute = raw.get("recompute", "").strip()
+    recompute = raw.get("recompute", "").strip().lower()
+    recompute = _RECOMPUTE.get(recompute, recompute)
     if recompute not in ("none", "selective", "full"):
         filled.append("recompute")
         recompute = "full" if stack.name.startswith("megatron-2") else "none"
@@ -467,13 +492,34 @@ def group_of(row: Row) -> str:
     return f"{row.series}|{row.model}"
 
 
+def half_of(row: Row) -> int:
+    """Which half a (source, model) group belongs to, dealt by its bytes."""
+    return sum(group_of(row).encode()) % 2
+
+
 def load(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Rows of a CSV file, and (id, reason) of those that cannot be modelled."""
-    rows, left = [], []
-    with path.open(newline="", encoding="utf-8") as stream:
-        for raw in csv.DictReader(stream):
+    """Rows of a CSV file, and (id, reason) of those that cannot be modelled.
+
+    A row without an id, or with one that came before, is named by its line.
+    """
+    rows: list[Row] = []
+    left: list[tuple[str, str]] = []
+    seen: set[str] = set()
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        reader = csv.DictReader(stream)
+        for raw in reader:
+            stated = {k.strip(): v.strip() for k, v in raw.items() if k and isinstance(v, str)}
+            if not any(stated.values()):
+                continue
+            name = stated.get("id", "")
+            if not name or name in seen:
+                name = f"{name} line {reader.line_num}".strip()
+            seen.add(name)
+            stated["id"] = name
             try:
-                rows.append(parse({k: v or "" for k, v in raw.items() if k}))
-            except (NotModelled, HpctrainError, ValueError) as error:
-                left.append((raw.get("id", "?"), str(error)))
+                rows.append(parse(stated))
+            except (NotModelled, HpctrainError) as error:
+                left.append((name, str(error)))
+            except (ValueError, ArithmeticError) as error:
+                left.append((name, f"numbers that make no model: {error}"))
     return rows, left

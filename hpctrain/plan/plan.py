@@ -361,19 +361,6 @@ def settings(strategy: Strategy) -> dict[str, object]:
     return found
 
 
-def auto_layout(spec: JobSpec, machine: Machine, stack: str = DEFAULT_STACK) -> dict[str, object]:
-    """Keys of the job file of the fastest layout that fits, for ``parallel: auto``.
-
-    Raises:
-        ImpossibleError: nothing fits, or nothing divides.
-        UsageError: the model is the user's own.
-    """
-    work, _ = workload_of(spec, machine, stack)
-    assert isinstance(spec.ranks_per_node, int), "resolve() leaves no auto"
-    found = search(work, spec.nodes * spec.ranks_per_node, job_space(), keep=1)
-    return settings(found.best[0].strategy)
-
-
 def fits_on(work: Workload, counts: Sequence[int], space: Space) -> list[Candidate]:
     """Best candidates of several device counts that no other beats in time, memory and devices."""
     found: list[Candidate] = []

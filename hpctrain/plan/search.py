@@ -177,8 +177,8 @@ class _State:
     """Bytes of what stands once, however many blocks a stage has."""
     sharded: bool
     """Parameters are sharded."""
-    far: bool
-    """The pipeline leaves the fast links: where it lies depends on how wide shards are."""
+    reach: int
+    """As Wires.reach: where a pipeline's chain lies depends on how wide shards are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,8 @@ def _states(
             shards = divisors(dp)
         for shard in shards:
             alone = shard == 1 and (layout.cp == 1 or (name == "zero1" and dp > 1))
+            if dp == 1 and "none" not in space.states:
+                alone = False  # nothing to share, but nothing else to try either
             if name != "none" and alone and (dp == 1 or space.zero1_shards or name != "zero1"):
                 continue  # nothing to share: the same as "none"
             divided = replace(layout, dp_replicate=dp // shard, dp_shard=shard)
@@ -222,7 +224,7 @@ def _states(
                     last=size.last * (common + state.ends),
                     whole=state.unit * block,
                     sharded=placement.fully_sharded,
-                    far=_far(work, cut),
+                    reach=_reach(model, cut),
                 )
             )
     least = (
@@ -234,9 +236,9 @@ def _states(
     return _States(found, least)
 
 
-def _far(work: Workload, plan: Strategy) -> bool:
-    """Whether a pipeline's chain spans several domains of fast links."""
-    return plan.strides()["pp"] * plan.layout.pp > work.platform.domain_devices
+def _reach(model: StepModel, plan: Strategy) -> int:
+    """How a pipeline's chain lies over the domains of fast links."""
+    return model.wires.reach(plan.layout.pp, plan.strides()["pp"])
 
 
 class _Fills:
@@ -357,7 +359,6 @@ def _score(
         if not split or work.sequence % (tp * layout.cp) == 0
     ]
     whole = work.stack.accumulates_whole
-    lies_far = {o: _far(work, Strategy(layout=layout, order=o)) for o in orders}
     states_of: dict[tuple[int, tuple[str, ...], bool], _States] = {}
     for micro in space.micro_batch or divisors(share):
         if share % micro:
@@ -386,10 +387,7 @@ def _score(
                     order=order,
                 )
                 pipe = model.pipe(plan)
-                far = pipe
-                if not lies_far[order]:
-                    wide = replace(layout, dp_replicate=1, dp_shard=dp)
-                    far = model.pipe(replace(plan, layout=wide))
+                pipes = {_reach(model, plan): pipe}
                 fills = _Fills(pp, virtual, m, schedule, work, pipe, kept[0])
                 other = fills
                 if kept[1] is not kept[0]:
@@ -414,9 +412,11 @@ def _score(
                             found.least_memory = memory
                         continue
                     cost = state.cost
-                    running, bubble, reduction, _ = compose(
-                        far if state.far else pipe, cost, fsdp, dp_hidden
-                    )
+                    lying = pipes.get(state.reach)
+                    if lying is None:
+                        wide = replace(layout, dp_replicate=dp // state.shard, dp_shard=state.shard)
+                        lying = pipes[state.reach] = model.pipe(replace(plan, layout=wide))
+                    running, bubble, reduction, _ = compose(lying, cost, fsdp, dp_hidden)
                     seconds = (
                         running + bubble + reduction + cost.optimizer + cost.tied + fixed_seconds
                     )

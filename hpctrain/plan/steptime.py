@@ -324,10 +324,11 @@ class StepModel:
         whole = 2.0 * plan.micro_batch * work.sequence / layout.cp * work.model.hidden
         split = layout.tp > 1 and (plan.sequence_parallel or work.stack.split_sends)
         strides = plan.strides()
-        one = self.wires.send(whole / (layout.tp if split else 1), layout.pp, strides["pp"])
+        moved = whole / (layout.tp if split else 1)
+        both = self.wires.exchange(moved, layout.pp, strides["pp"])
         if split and not plan.sequence_parallel:
-            one += self.wires.gather(whole, self.wires.group((layout.tp, strides["tp"])))
-        return 2.0 * one * (1.0 - work.values.pp_overlap) * plan.virtual
+            both += 2.0 * self.wires.gather(whole, self.wires.group((layout.tp, strides["tp"])))
+        return both * (1.0 - work.values.pp_overlap) * plan.virtual
 
     # ---- training state --------------------------------------------------------------------
 
