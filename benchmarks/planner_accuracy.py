@@ -23,6 +23,7 @@ from typing import Any
 
 import published_rows
 import yaml
+from planner_tables import markdown, show
 from published_rows import Row, half_of, shown_memory
 
 from hpctrain.errors import HpctrainError
@@ -33,6 +34,9 @@ from hpctrain.plan.steptime import StepModel
 DATA = Path(__file__).parent / "data"
 MEASUREMENTS = DATA / "published_measurements.csv"
 OUT_OF_MEMORY = DATA / "published_out_of_memory.csv"
+ANCHORS = DATA / "anchors.csv"
+VTRAIN = ("vtrainM-001", "vtrainM-043", "vtrainM-088")
+"""Layouts of one model that vTrain measured far apart."""
 NOISE = 0.03
 """Standard deviation between runs of one layout: the BLOOM search ran one three times and got
 117.1, 123.7 and 123.8 s, another 110.4, 110.5 and 113.5 s."""
@@ -268,7 +272,8 @@ def anchors(found: Sequence[Outcome]) -> list[dict[str, Any]]:
     for o in found:
         row = o.row
         name = source_name(row)
-        if name not in ("ptdp", "korth") and not (name == "dgxc" and row.work.dtype == "bf16"):
+        vendor = name == "dgxc" and row.work.dtype == "bf16"
+        if name not in ("ptdp", "korth", "anchor") and not vendor and row.ident not in VTRAIN:
             continue
         if not row.seconds:
             continue
@@ -277,6 +282,7 @@ def anchors(found: Sequence[Outcome]) -> list[dict[str, Any]]:
             "model": row.model,
             "devices": row.devices,
             "layout": row.plan.layout.describe(),
+            "micro_batch": row.plan.micro_batch,
             "recompute": row.plan.recompute,
             "published_seconds": row.seconds,
             "predicted_seconds": o.predicted,
@@ -321,7 +327,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "by_size": grouped(timed, lambda o: size_name(o.row)),
         "ranking": ranking(timed),
         "memory": memory_errors(found),
-        "anchors": anchors(timed),
+        "anchors": anchors(timed + outcomes(published_rows.load(ANCHORS)[0])),
         **out_of_memory(found, failed),
     }
     if args.measurements == MEASUREMENTS:
@@ -375,81 +381,6 @@ def not_fitted(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return grouped(found, lambda o: source_name(o.row))
 
 
-def _line(name: str, s: Mapping[str, float]) -> str:
-    if not s["rows"]:
-        return f"  {name:48s}   0 rows"
-    return (
-        f"  {name:48s} {int(s['rows']):3d} rows  mean {s['mean_abs_error']:6.1%}"
-        f"  median {s['median_abs_error']:6.1%}  bias {s['bias']:+6.1%}"
-    )
-
-
-def show(result: Mapping[str, Any]) -> None:
-    out = print
-    out("Step time, |predicted / measured - 1|")
-    out(
-        f"  all modelled rows: mean {result['step_time_mean_abs_error']:.1%}, median "
-        f"{result['step_time_median_abs_error']:.1%} ({result['rows_used']} rows used, "
-        f"{result['rows_not_modelled']} not modelled)"
-    )
-    for ident, reason in result["not_modelled"].items():
-        out(f"    not modelled: {ident}: {reason}")
-    for key in ("dense", "long_context", "moe"):
-        out(_line(key, result[key]))
-    for half in result.get("halves", ()):
-        out(_line(f"fitted on half {half['fitted_on']}, on it (dense)", half["on_it"]))
-        out(_line(f"fitted on half {half['fitted_on']}, on the other", half["on_the_other"]))
-    titles = (
-        ("By source", "by_source"),
-        ("By source, rows that were not fitted", "not_fitted_by_source"),
-        ("By accelerator and software", "by_accelerator"),
-        ("By size", "by_size"),
-    )
-    for title, key in titles:
-        if key not in result:
-            continue
-        out(title)
-        for name, s in result[key].items():
-            out(_line(name, s))
-    out(f"Ranking of {LAYOUTS} and more layouts")
-    for r in result["ranking"]:
-        out(
-            f"  {r['source']} {r['model']} on {r['devices']}: {r['rows']} rows within "
-            f"{r['spread']:.0%}, Spearman {r['spearman']:.2f} (a repeat "
-            f"{r['spearman_of_a_repeat']:.2f}), chosen {r['chosen_over_best']:+.1%} over the best"
-        )
-    out("Out of memory")
-    out(
-        f"  right {result['oom_accuracy']:.1%} of {result['oom_rows']} failed and "
-        f"{result['fitting_rows']} fitting rows; failed but predicted to fit "
-        f"{result['oom_missed']:.1%}"
-    )
-    for half in result.get("oom_halves", ()):
-        out(
-            f"  constants picked on half {half['picked_on']} ({half['fixed_gib']} GiB and "
-            f"{half['share']:.0%}): right {half['oom_accuracy']:.1%} of the {half['rows']} rows of "
-            f"the other, missed {half['oom_missed']:.1%}"
-        )
-    out(f"  missed: {', '.join(result['missed']) or 'none'}")
-    out(f"  refused though they ran: {', '.join(result['refused']) or 'none'}")
-    stated = result["memory"]
-    if stated["rows"]:
-        out(
-            f"Memory where it is stated: {stated['rows']} rows, mean "
-            f"{stated['mean_abs_error']:.1%}, bias {stated['bias']:+.1%}"
-        )
-    out("Anchors, predicted beside published")
-    for a in result["anchors"]:
-        rate = ""
-        if "published_tflops" in a:
-            rate = f"  {a['predicted_tflops']:5.0f} for {a['published_tflops']:.0f} TFLOP/s"
-        out(
-            f"  {a['id']:9s} {a['model'][:28]:28s} {a['devices']:5d} {a['layout'][:34]:34s} "
-            f"{a['recompute'][:9]:9s} {a['predicted_seconds']:7.2f} for "
-            f"{a['published_seconds']:7.2f} s {a['error']:+6.1%}{rate}"
-        )
-
-
 def _finite(value: Any) -> Any:
     """Numbers that JSON has no word for become null."""
     if isinstance(value, dict):
@@ -464,12 +395,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--measurements", type=Path, default=MEASUREMENTS)
     parser.add_argument("--out-of-memory", type=Path, default=OUT_OF_MEMORY)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--markdown", action="store_true", help="the tables of docs/planner.md")
     parser.add_argument("--rows", action="store_true", help="with --json: every row as well")
     args = parser.parse_args(argv)
     result = report(args)
     if args.json:
         json.dump(_finite(result), sys.stdout, indent=1, allow_nan=False)
         sys.stdout.write("\n")
+    elif args.markdown:
+        print(markdown(result))
     else:
         show(result)
     return 0

@@ -22,7 +22,7 @@ from hpctrain.plan.software import DEFAULT_STACK, Fitted
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
 from hpctrain.schedule import Costs, Timeline, make, simulate
-from hpctrain.spec.job import JobSpec
+from hpctrain.spec.job import CheckpointSpec, JobSpec
 
 NODE_MTBF = 250 * 86400.0
 """Seconds between failures of one node: Llama 3 (Grattafiori et al. 2024, section 3.3.4) lost 419
@@ -68,7 +68,8 @@ class Run:
         checkpoint_bytes, checkpoint_seconds: size of one and time to write it.
         interval_seconds, interval_steps: between checkpoints, by Young's formula
             sqrt(2·write time·mean time between failures of the job) (Young 1974; Daly 2006).
-        mtbf: seconds between failures of the job, assumed from NODE_MTBF.
+        mtbf: seconds between failures of the job: its own figure, else assumed from NODE_MTBF.
+        staging_bytes: of a node's host memory that checkpoints are held in while they are written.
     """
 
     hours: float
@@ -78,6 +79,7 @@ class Run:
     interval_seconds: float
     interval_steps: int
     mtbf: float
+    staging_bytes: float
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,9 @@ class Plan:
         node = measured.write_bandwidth if measured is not None else None
         rate = min((node or STORAGE) * spec.nodes, STORAGE_LIMIT)
         write = size / rate
-        mtbf = NODE_MTBF / spec.nodes
+        stated = spec.checkpoint.mtbf
+        usual = stated == CheckpointSpec.model_fields["mtbf"].default
+        mtbf = NODE_MTBF / spec.nodes if usual else float(stated)
         interval = math.sqrt(2.0 * write * mtbf)
         return Run(
             hours=seconds / 3600,
@@ -210,6 +214,7 @@ class Plan:
             interval_seconds=interval,
             interval_steps=max(1, round(interval / self.step.seconds)),
             mtbf=mtbf,
+            staging_bytes=spec.checkpoint.buffers * size / spec.nodes,
         )
 
 

@@ -38,8 +38,7 @@ class Space:
     """What is searched; None means every value that divides.
 
     Attributes:
-        tensor, context, pipeline, expert, micro_batch: degrees that are tried.
-        expert_tensor: as above; 1 only where None.
+        tensor, context, pipeline, expert, expert_tensor, micro_batch: degrees that are tried.
         schedules: names of closed forms in hpctrain.plan.pipeline.
         virtual: most chunks a rank.
         recompute: policies.
@@ -132,7 +131,7 @@ def _with_experts(
         yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp_replicate=dp)
         return
     stage = tp * cp * dp
-    for etp in space.expert_tensor or (1,):
+    for etp in space.expert_tensor or divisors(stage):
         if stage % etp or model.ffn_hidden % etp:
             continue
         for ep in space.expert or divisors(stage // etp):
