@@ -11,18 +11,20 @@ from pathlib import Path
 
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.machine import Machine
-from hpctrain.plan.advice import TIGHT
 from hpctrain.plan.job import RECOMPUTE, workload_of
 from hpctrain.plan.memory import limit
 from hpctrain.plan.pipeline import FORMS, form_of
 from hpctrain.plan.plan import job_space, settings
-from hpctrain.plan.search import Space, search
+from hpctrain.plan.search import search
 from hpctrain.plan.software import DEFAULT_STACK
+from hpctrain.plan.space import Space
 from hpctrain.spec import Job, JobSpec, parse_job, resolve
 from hpctrain.spec.job import ParallelSpec
 from hpctrain.spec.load import Source
 from hpctrain.spec.resolve import Site
 
+ROOM = 0.95
+"""Share of what can be filled that a choice fills at most, where there is one."""
 _CHOSEN = ("data", "shard", "chunks", "stage_layers")
 """Keys that follow from what the search chooses: a job cannot fix them and ask for the rest."""
 
@@ -69,7 +71,7 @@ def auto_layout(
     assert isinstance(spec.ranks_per_node, int), "resolve() leaves no auto"
     devices, space = spec.nodes * spec.ranks_per_node, space or job_space()
     try:
-        found = search(work, devices, space, keep=1, room=TIGHT * limit(work))
+        found = search(work, devices, space, keep=1, room=ROOM * limit(work))
     except ImpossibleError:
         try:
             found = search(work, devices, space, keep=1)

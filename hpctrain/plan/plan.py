@@ -17,8 +17,9 @@ from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.job import RECOMPUTE, STATES, strategy_of, workload_of
 from hpctrain.plan.memory import StageMemory, limit
 from hpctrain.plan.pipeline import form_of, has_form
-from hpctrain.plan.search import Candidate, Found, Space, search
+from hpctrain.plan.search import Candidate, Found, search
 from hpctrain.plan.software import DEFAULT_STACK, Fitted
+from hpctrain.plan.space import Space
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
 from hpctrain.schedule import Costs, Timeline, make, simulate

@@ -92,6 +92,18 @@ def test_vtrain_anchors(report):
     assert bad["predicted"] / good["predicted"] == pytest.approx(1.74, rel=0.1)
 
 
+def test_the_page_shows_what_the_benchmark_prints():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "planner_accuracy.py", "--markdown"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    page = (BENCHMARKS.parent / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert len(done.stdout.splitlines()) > 60, done.stderr
+    assert done.stdout in page, "paste the output of --markdown into docs/planner.md"
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))

@@ -9,6 +9,7 @@ import pytest
 from hpctrain.cli.prepare import prepare
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.machine import get_machine
+from hpctrain.plan.auto import ROOM
 from hpctrain.plan.plan import job_space, make_plan
 from hpctrain.plan.search import search
 from hpctrain.spec import parse_job
@@ -37,8 +38,8 @@ def test_the_choice_is_the_searchs_and_fits():
     assert spec.parallel.layout == "given", "ranks and later readers see an ordinary layout"
     assert isinstance(spec.parallel.data, int) and isinstance(spec.train.micro_batch, int)
     plan = planned(job)
-    assert plan.used <= 0.92 * plan.limit, "with room to spare"
-    best = search(plan.work, 16, job_space(), keep=1, room=0.92 * plan.limit).best[0]
+    assert plan.used <= ROOM * plan.limit, "with room to spare"
+    best = search(plan.work, 16, job_space(), keep=1, room=ROOM * plan.limit).best[0]
     assert plan.step.seconds == pytest.approx(best.seconds)
     # nobody would have fared better with the layout that a job has without a word
     plain = planned(prepared("parallel={sharding: zero3}", "train.micro_batch=1"))

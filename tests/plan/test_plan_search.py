@@ -15,9 +15,10 @@ from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.memory import limit
 from hpctrain.plan.plan import fits_on
 from hpctrain.plan.platform import CATALOGUE
-from hpctrain.plan.search import MATERIALISED, STATES, Space, search
+from hpctrain.plan.search import search
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
+from hpctrain.plan.space import MATERIALISED, STATES, Space
 from hpctrain.plan.steptime import StepModel
 
 
