@@ -69,7 +69,7 @@ def auto_layout(
     """
     work, _ = workload_of(spec, machine, stack)
     assert isinstance(spec.ranks_per_node, int), "resolve() leaves no auto"
-    devices, space = spec.nodes * spec.ranks_per_node, space or job_space()
+    devices, space = spec.nodes * spec.ranks_per_node, space or job_space(spec)
     try:
         found = search(work, devices, space, keep=1, room=ROOM * limit(work))
     except ImpossibleError:
@@ -77,16 +77,16 @@ def auto_layout(
             found = search(work, devices, space, keep=1)
         except ImpossibleError as error:
             raise ImpossibleError(f"parallel: auto: {error.message}", hint=error.hint) from None
-    return settings(found.best[0].strategy)
+    return settings(found.best[0].strategy, bool(work.model.experts))
 
 
 def space_of(spec: JobSpec) -> Space:
     """What may be chosen for a job, given the keys that it fixes."""
     parallel, given = spec.parallel, spec.parallel.model_fields_set
     fixed: dict[str, tuple[object, ...]] = {}
-    for key, field in (("tensor", "tensor"), ("pipeline", "pipeline")):
+    for key in ("tensor", "pipeline", "expert", "expert_tensor"):
         if key in given:
-            fixed[field] = (getattr(parallel, key),)
+            fixed[key] = (getattr(parallel, key),)
     if "sharding" in given:
         fixed["states"] = (parallel.sharding,)
     if "recompute" in given:
@@ -103,7 +103,7 @@ def space_of(spec: JobSpec) -> Space:
         fixed["schedules"] = (form_of(name, 1).name,)
     if isinstance(spec.train.micro_batch, int):
         fixed["micro_batch"] = (spec.train.micro_batch,)
-    return replace(job_space(), **fixed)  # type: ignore[arg-type]
+    return replace(job_space(spec), **fixed)  # type: ignore[arg-type]
 
 
 def _without_layout(job: Job, site: Site, directory: Path) -> JobSpec:

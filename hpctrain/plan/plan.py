@@ -250,7 +250,7 @@ def make_plan(
     if not alternatives:
         return plan
     try:
-        found = search(work, strategy.layout.world_size, job_space())
+        found = search(work, strategy.layout.world_size, job_space(spec))
     except ImpossibleError:
         return plan
     better = best_alternatives(plan, model, found, alternatives)
@@ -284,11 +284,17 @@ def simulate_schedule(plan: Plan) -> Timeline:
     return simulate(table, Costs(forward=costs[0], input_grad=costs[1], weight_grad=costs[2]))
 
 
-def job_space() -> Space:
-    """What a job file of this version can ask for, of what the search knows."""
+def job_space(spec: JobSpec) -> Space:
+    """What a job file of this version can ask for, of what the search knows.
+
+    Experts are spread in every way; their channels are cut as the job cuts them, or not at all:
+    every further degree would multiply the search by as much.
+    """
+    cuts = {1, spec.parallel.expert_tensor}
     return Space(
         context=(1,),
-        expert=(1,),
+        expert=None,
+        expert_tensor=tuple(sorted(cuts)),
         schedules=("1f1b", "interleaved", "zb-h1"),
         recompute=tuple(RECOMPUTE.values()),
         states=tuple(STATES),
@@ -311,8 +317,8 @@ def best_alternatives(plan: Plan, model: StepModel, found: Found, count: int) ->
             break
         seen.add(kind)
         step = model.step(candidate.strategy)
-        why = _why(plan, step, candidate)
-        better.append(Alternative(candidate, step, gain, why, settings(candidate.strategy)))
+        keys = settings(candidate.strategy, bool(plan.work.model.experts))
+        better.append(Alternative(candidate, step, gain, _why(plan, step, candidate), keys))
     return better
 
 
@@ -324,6 +330,7 @@ def _kind(strategy: Strategy) -> tuple[object, ...]:
         layout.cp,
         layout.pp,
         layout.ep,
+        layout.etp,
         strategy.virtual,
         strategy.states if sharded else None,
         strategy.recompute,
@@ -347,8 +354,8 @@ def _why(plan: Plan, step: StepTime, candidate: Candidate) -> str:
     return ", ".join(parts) or "a little of everything"
 
 
-def settings(strategy: Strategy) -> dict[str, object]:
-    """Keys of a job file that ask for a strategy."""
+def settings(strategy: Strategy, experts: bool = False) -> dict[str, object]:
+    """Keys of a job file that ask for a strategy; those of experts where the model has any."""
     layout, states = strategy.layout, strategy.states
     found: dict[str, object] = {"parallel.tensor": layout.tp}
     if layout.tp > 1:
@@ -358,6 +365,9 @@ def settings(strategy: Strategy) -> dict[str, object]:
         found["parallel.schedule"] = form_of(strategy.schedule, strategy.virtual).name
         if strategy.virtual > 1:
             found["parallel.chunks"] = strategy.virtual
+    if experts:
+        found["parallel.expert"] = layout.ep
+        found["parallel.expert_tensor"] = layout.etp
     sharding = next(name for name, placement in STATES.items() if placement == states)
     found["parallel.sharding"] = sharding
     if states.fully_sharded:

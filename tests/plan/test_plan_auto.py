@@ -39,7 +39,7 @@ def test_the_choice_is_the_searchs_and_fits():
     assert isinstance(spec.parallel.data, int) and isinstance(spec.train.micro_batch, int)
     plan = planned(job)
     assert plan.used <= ROOM * plan.limit, "with room to spare"
-    best = search(plan.work, 16, job_space(), keep=1, room=ROOM * plan.limit).best[0]
+    best = search(plan.work, 16, job_space(spec), keep=1, room=ROOM * plan.limit).best[0]
     assert plan.step.seconds == pytest.approx(best.seconds)
     # nobody would have fared better with the layout that a job has without a word
     plain = planned(prepared("parallel={sharding: zero3}", "train.micro_batch=1"))
@@ -55,6 +55,19 @@ def test_what_a_job_gives_beside_it_stays():
     assert job.job.spec.train.micro_batch == 1
     assert job.job.source("parallel.tensor").kind == "set"
     assert prepared("parallel.pipeline=4").job.spec.parallel.pipeline == 4
+
+
+def test_experts_are_spread_too():
+    """46.7B parameters, of which 45B are in experts, do not fit on one device."""
+    mixtral = ("model=mixtral-8x7b", "machine=dgx-h100", "train.global_batch=64")
+    spec = prepared(*mixtral).job.spec
+    assert spec.parallel.expert > 1 or spec.parallel.tensor > 1 or spec.parallel.sharding == "zero3"
+    fixed = prepared(*mixtral, "parallel.expert=8", "parallel.sharding=zero1").job.spec
+    assert fixed.parallel.expert == 8
+    with pytest.raises(ImpossibleError, match="parallel: auto: no layout"):
+        prepared(
+            *mixtral, "parallel={layout: auto, expert: 1, tensor: 1, pipeline: 1, sharding: none}"
+        )
 
 
 def test_a_resolved_job_is_read_back_as_it_is():
