@@ -77,7 +77,7 @@ def auto_layout(
             found = search(work, devices, space, keep=1)
         except ImpossibleError as error:
             raise ImpossibleError(f"parallel: auto: {error.message}", hint=error.hint) from None
-    return settings(found.best[0].strategy, bool(work.model.experts))
+    return settings(found.best[0].strategy, work)
 
 
 def space_of(spec: JobSpec) -> Space:

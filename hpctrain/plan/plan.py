@@ -250,7 +250,7 @@ def make_plan(
     if not alternatives:
         return plan
     try:
-        found = search(work, strategy.layout.world_size, job_space(spec))
+        found = search(work, strategy.layout.world_size, job_space(spec, strategy.layout.cp))
     except ImpossibleError:
         return plan
     better = best_alternatives(plan, model, found, alternatives)
@@ -284,15 +284,19 @@ def simulate_schedule(plan: Plan) -> Timeline:
     return simulate(table, Costs(forward=costs[0], input_grad=costs[1], weight_grad=costs[2]))
 
 
-def job_space(spec: JobSpec) -> Space:
+def job_space(spec: JobSpec, context: int = 1) -> Space:
     """What a job file of this version can ask for, of what the search knows.
 
-    Experts are spread in every way; their channels are cut as the job cuts them, or not at all:
-    every further degree would multiply the search by as much.
+    Experts are spread in every way. Their channels are cut as the job cuts them or not at all, and
+    sequences are shared if the job shares them: every further degree would multiply the search.
+
+    Args:
+        spec: the job.
+        context: ranks that share a sequence in it.
     """
     cuts = {1, spec.parallel.expert_tensor}
     return Space(
-        context=(1,),
+        context=None if context > 1 else (1,),
         expert=None,
         expert_tensor=tuple(sorted(cuts)),
         schedules=("1f1b", "interleaved", "zb-h1"),
@@ -317,7 +321,7 @@ def best_alternatives(plan: Plan, model: StepModel, found: Found, count: int) ->
             break
         seen.add(kind)
         step = model.step(candidate.strategy)
-        keys = settings(candidate.strategy, bool(plan.work.model.experts))
+        keys = settings(candidate.strategy, plan.work, plan.strategy.layout.cp > 1)
         better.append(Alternative(candidate, step, gain, _why(plan, step, candidate), keys))
     return better
 
@@ -354,8 +358,9 @@ def _why(plan: Plan, step: StepTime, candidate: Candidate) -> str:
     return ", ".join(parts) or "a little of everything"
 
 
-def settings(strategy: Strategy, experts: bool = False) -> dict[str, object]:
-    """Keys of a job file that ask for a strategy; those of experts where the model has any."""
+def settings(strategy: Strategy, work: Workload, context: bool = False) -> dict[str, object]:
+    """Keys of a job file that ask for a strategy; those of experts where the model has any, and
+    that of context parallelism where it has a degree or ``context`` says that a job gives one."""
     layout, states = strategy.layout, strategy.states
     found: dict[str, object] = {"parallel.tensor": layout.tp}
     if layout.tp > 1:
@@ -365,7 +370,9 @@ def settings(strategy: Strategy, experts: bool = False) -> dict[str, object]:
         found["parallel.schedule"] = form_of(strategy.schedule, strategy.virtual).name
         if strategy.virtual > 1:
             found["parallel.chunks"] = strategy.virtual
-    if experts:
+    if context or layout.cp > 1:
+        found["parallel.context"] = layout.cp
+    if work.model.experts:
         found["parallel.expert"] = layout.ep
         found["parallel.expert_tensor"] = layout.etp
     sharding = next(name for name, placement in STATES.items() if placement == states)

@@ -181,7 +181,7 @@ def changed(plan: Plan, alternative: Alternative) -> dict[str, object]:
     """Settings of an alternative that differ from the job's."""
     from hpctrain.plan.plan import settings
 
-    mine = settings(plan.strategy, bool(plan.work.model.experts))
+    mine = settings(plan.strategy, plan.work)
     return {k: v for k, v in alternative.settings.items() if mine.get(k) != v}
 
 
