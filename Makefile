@@ -4,13 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test faults layouts lint clean
 
 quickstart: $(VENV)/.local data/english.h5
 	$(BIN)/hpctrain submit docs/examples/quickstart.yaml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A thousand crashes and storage faults (about ten minutes); the tests have two hundred.
+faults: $(VENV)/.dev
+	$(BIN)/python tests/faults/crash_harness.py --rounds 1000 --seed 7
+
+# All ways from one of twelve layouts to another; the tests have a sample.
+layouts: $(VENV)/.dev
+	HPCTRAIN_TEST_ALL_LAYOUTS=1 $(BIN)/python -m pytest tests/io/test_checkpoint_layouts.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -44,7 +44,8 @@ __all__ = ["CheckpointReader", "CheckpointStore", "SaveReport"]
 class SaveReport:
     """A committed checkpoint: its directory, bytes on disk, seconds it took.
 
-    ``warnings`` says, on rank 0, which older checkpoints could not be removed and why.
+    ``warnings`` says, on rank 0, which older checkpoints could not be removed and why, and what
+    was removed of writers elsewhere that died.
     """
 
     path: Path
@@ -119,13 +120,13 @@ class CheckpointStore:
         try:
             saver.save(step, HostSources(shards), scalars=scalars, per_rank=lambda: arrays)
             (outcome,) = saver.drain()
-            warnings = tuple(saver.take_warnings())
         finally:
             saver.close()
         if outcome.error is not None:
             raise outcome.error
         assert outcome.path is not None
-        return SaveReport(outcome.path, outcome.bytes, time.perf_counter() - begin, warnings)
+        seconds = time.perf_counter() - begin
+        return SaveReport(outcome.path, outcome.bytes, seconds, outcome.warnings)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint directory, ascending; not collective."""
@@ -134,8 +135,9 @@ class CheckpointStore:
     def clean(self) -> list[str]:
         """Remove what dead writers left behind; collective. Returns a line about each.
 
-        To be called before training starts. A writer that is alive on this host keeps its
-        directory; writers on other hosts are taken for dead, for a run has one incarnation.
+        To be called before training starts. A writer that is alive keeps its directory: on
+        this host that is a process that is there, on others one that has written something
+        within ``directory.LEASE_SECONDS``.
         """
         return on_root(self.comm, lambda: directory.clean(self.root))
 

@@ -464,7 +464,7 @@ def _virtual(
 def _scalars(size: int) -> Reserved:
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(size)
-    kind.set_strpad(h5py.h5t.STR_NULLPAD)
+    kind.set_strpad(h5py.h5t.STR_NULLTERM)
     kind.set_cset(h5py.h5t.CSET_UTF8)
     return Reserved((), kind, {})
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.dtypes import raw_dtype
-from hpctrain.io.extents import Extent, digest, distance, read_block, read_into
+from hpctrain.io.extents import Extent, distance
 from hpctrain.io.image import open_hdf5
+from hpctrain.io.inputs import InputFile
 from hpctrain.io.manifest import Manifest, TensorEntry
 from hpctrain.io.plan import RANK_STATE, SCALARS
 from hpctrain.io.shards import RESERVED, Box, Shape
@@ -85,7 +85,7 @@ class CheckpointReader:
         self._verify = verify
         self._good: set[tuple[str, int]] = set()
         self._places = places
-        self._descriptors: dict[Path, int] = {}
+        self._inputs: dict[Path, InputFile] = {}
         self._lock = threading.Lock()
         self.scalars: dict[str, Any] = dict(self._read_scalars() if scalars is None else scalars)
 
@@ -106,11 +106,11 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._inputs:
+            self._inputs.popitem()[1].close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptors"):
+        if hasattr(self, "_inputs"):
             self.close()
 
     @property
@@ -254,14 +254,13 @@ class CheckpointReader:
 
     def _run(self, job: _Job) -> None:
         extent, out = job.extent, job.out
-        descriptor, folder = self._open(extent)
+        file, folder = self._open(extent)
         fault: str | None = None
         try:
             if self._verify and (job.name, job.index) not in self._good:
                 whole = job.common == extent.box and out.flags.c_contiguous
-                block = out if whole else np.empty(extent.box.shape, out.dtype)
-                read_into(descriptor, extent.start, extent.strides, block)
-                found = digest(block)
+                block = out if whole else file.scratch(extent, out.dtype)
+                found = file.read_whole(extent, block)
                 if found != extent.xxh3:
                     fault = f"checksum {found}, the manifest says {extent.xxh3}"
                 elif not whole:
@@ -271,7 +270,7 @@ class CheckpointReader:
                 pairs = zip(job.common.offsets, extent.box.offsets, strict=True)
                 inside = tuple(a - b for a, b in pairs)
                 start = extent.start + distance(inside, extent.strides)
-                read_into(descriptor, start, extent.strides, out)
+                file.read(start, extent.strides, out)
         except (OSError, EOFError) as error:
             fault = str(error)
         if fault is not None:
@@ -286,19 +285,19 @@ class CheckpointReader:
                 return place.folder
         return None
 
-    def _open(self, extent: Extent) -> tuple[int, Path]:
+    def _open(self, extent: Extent) -> tuple[InputFile, Path]:
         name = self.manifest.files[extent.file].name
         folder = self._folder_of(extent)
         if folder is None:
             raise CheckpointError(f"{name} at byte {extent.start}: is not on this node")
         path = folder / name
         with self._lock:
-            if path not in self._descriptors:
+            if path not in self._inputs:
                 try:
-                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+                    self._inputs[path] = InputFile(path)
                 except OSError as error:
                     raise CheckpointError(f"{path}: {error.strerror}") from error
-            return self._descriptors[path], folder
+            return self._inputs[path], folder
 
     def _missing(self, name: str) -> str:
         near = difflib.get_close_matches(name, self.manifest.tensors, 1)
@@ -317,20 +316,6 @@ class _Job:
     out: np.ndarray
 
 
-def _read_verified(
-    descriptor: int, extent: Extent, dtype: np.dtype
-) -> tuple[np.ndarray, str | None]:
-    """The whole extent, and what is wrong with it."""
-    try:
-        block = read_block(descriptor, extent.start, extent.strides, extent.box.shape, dtype)
-    except (OSError, EOFError) as error:
-        return np.empty(0, dtype), str(error)
-    found = digest(block)
-    if found != extent.xxh3:
-        return block, f"checksum {found}, the manifest says {extent.xxh3}"
-    return block, None
-
-
 def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
     file = path / manifest.files[extent.file].name
     return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
@@ -338,7 +323,7 @@ def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault
 
 def tensor_problems(
     folder: Path, names: Sequence[str], tensors: Mapping[str, TensorEntry]
-) -> Iterator[str]:
+) -> list[str]:
     """Faults of the extents of some tensors, whose files lie in one folder.
 
     Args:
@@ -346,50 +331,54 @@ def tensor_problems(
         names: of the files, by number.
         tensors: by name; they need not be whole.
     """
-    descriptors: dict[int, int] = {}
-    try:
-        for name, entry in tensors.items():
-            for extent in entry.extents:
-                file = folder / names[extent.file]
-                if extent.file not in descriptors:
-                    try:
-                        descriptors[extent.file] = os.open(file, os.O_RDONLY)
-                    except OSError as error:
-                        yield f"{file}: {error.strerror}"
-                        return
-                dtype = raw_dtype(entry.torch_dtype)
-                _, fault = _read_verified(descriptors[extent.file], extent, dtype)
-                if fault is not None:
-                    yield f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    extents = [(name, t, extent) for name, t in tensors.items() for extent in t.extents]
+    return _problems(folder, names, extents)
 
 
 def extent_problems(path: Path, manifest: Manifest, part: int, parts: int) -> list[str]:
     """Faults of every ``parts``-th extent, by bytes read and checksum; empty where all is well."""
     problems = []
-    descriptors: dict[int, int] = {}
+    for name, entry in manifest.tensors.items():
+        if sum(extent.box.elements for extent in entry.extents) != math.prod(entry.shape):
+            problems.append(f"{path}: {name}: the extents do not fill {list(entry.shape)}")
+    extents = [(name, t, extent) for name, t in manifest.tensors.items() for extent in t.extents]
+    # Neighbours in the file go to one rank, whose reads are then long ones.
+    extents.sort(key=lambda item: (item[2].file, item[2].start))
+    first, last = part * len(extents) // parts, (part + 1) * len(extents) // parts
+    names = [file.name for file in manifest.files]
+    return problems + _problems(path, names, extents[first:last])
+
+
+def _problems(
+    folder: Path, names: Sequence[str], extents: Sequence[tuple[str, TensorEntry, Extent]]
+) -> list[str]:
+    """Read extents, several at a time, and hold them against their checksums."""
+    files: dict[int, InputFile] = {}
     try:
-        number = 0
-        for name, entry in manifest.tensors.items():
-            if sum(e.box.elements for e in entry.extents) != math.prod(entry.shape):
-                problems.append(f"{path}: {name}: the extents do not fill {list(entry.shape)}")
-            for extent in entry.extents:
-                number += 1
-                if number % parts != part:
-                    continue
-                if extent.file not in descriptors:
-                    file = path / manifest.files[extent.file].name
-                    try:
-                        descriptors[extent.file] = os.open(file, os.O_RDONLY)
-                    except OSError as error:
-                        return [*problems, f"{file}: {error.strerror}"]
-                dtype = raw_dtype(entry.torch_dtype)
-                _, fault = _read_verified(descriptors[extent.file], extent, dtype)
-                if fault is not None:
-                    problems.append(_show_fault(path, manifest, name, extent, fault))
+        for number in {extent.file for _, _, extent in extents}:
+            try:
+                # Through the page cache: what another layout reads of it next is then there.
+                files[number] = InputFile(folder / names[number], direct=False)
+            except OSError as error:
+                return [f"{folder / names[number]}: {error.strerror}"]
+
+        def look(item: tuple[str, TensorEntry, Extent]) -> str | None:
+            name, entry, extent = item
+            try:
+                found = files[extent.file].digest(extent, raw_dtype(entry.torch_dtype))
+            except (OSError, EOFError) as error:
+                fault = str(error)
+            else:
+                if found == extent.xxh3:
+                    return None
+                fault = f"checksum {found}, the manifest says {extent.xxh3}"
+            file = folder / names[extent.file]
+            return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
+
+        if len(extents) < _THREADS:
+            return [fault for fault in map(look, extents) if fault is not None]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [fault for fault in pool.map(look, extents) if fault is not None]
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    return problems
+        for file in files.values():
+            file.close()

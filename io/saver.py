@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.io import directory
-from hpctrain.io.comm import Communicator, fault_text, on_all, on_root
+from hpctrain.io.comm import Communicator, fault_text, on_all, on_root, summed
 from hpctrain.io.directory import step_name
 from hpctrain.io.flush import Abandoned, WriteOptions
 from hpctrain.io.parts import Sealer
@@ -51,7 +51,8 @@ class Outcome:
         bytes: of all its files.
         seconds: from the save to the end.
         tiers: levels that hold it on every rank.
-        warnings: what went wrong without harm to it (rank 0): levels, retention.
+        warnings: what went wrong without harm to it (rank 0): levels, and whatever else the
+            background had to say meanwhile (retention, leftovers).
         error: why it is not there.
     """
 
@@ -122,6 +123,7 @@ class Saver:
         self._sequence = self._newest_sequence()
         self._memory = next((t for t in tiers if isinstance(t, MemoryTier)), None)
         self._plan: RankPlan | None = None
+        self._release: Callable[[], None] = _nothing
         self._plan_specs: tuple[ShardSpec, ...] = ()
         self._room = _SCALARS_ROOM
         self._too_small = False
@@ -133,7 +135,7 @@ class Saver:
         self._in_memory: Staging | None = None
         self._latest: Snapshot | None = None
         self._finished: list[Outcome] = []
-        self._warnings: list[str] = []
+        self._warnings: deque[str] = deque()
         self._hurry = False
         self._copier = _Worker("checkpoint-copier")
         self._writer = _Worker("checkpoint-writer")
@@ -226,6 +228,10 @@ class Saver:
         boundaries. Cheap, and free while nothing is in flight."""
         self._advance()
         finished, self._finished = self._finished, []
+        if finished and self._warnings:
+            told = [self._warnings.popleft() for _ in range(len(self._warnings))]
+            last = finished[-1]
+            finished[-1] = replace(last, warnings=(*last.warnings, *told))
         return finished
 
     @property
@@ -243,16 +249,11 @@ class Saver:
                 self._advance()
                 if self._flight:
                     time.sleep(pause)
-                    pause = min(2 * pause, 0.01)
+                    pause = min(2 * pause, 0.002)
             self._keeper.wait()
         finally:
             self._hurry = False
         return self.poll()
-
-    def take_warnings(self) -> list[str]:
-        """What went wrong in the background without harm to a checkpoint, since the last call."""
-        found, self._warnings = self._warnings, []
-        return found
 
     def close(self, *, forget: bool = True) -> None:
         """Stop the threads and free the memory; what is in flight is given up.
@@ -279,9 +280,7 @@ class Saver:
             and not self._too_small
             and (sources.specs is self._plan_specs or sources.specs == self._plan_specs)
         )
-        changed = np.zeros(1, np.int64)
-        self.comm.Allreduce(np.array([0 if same else 1], np.int64), changed)
-        if not changed[0]:
+        if not summed(self.comm, np.array([0 if same else 1], np.int64))[0]:
             return
         while self._flight:
             time.sleep(_IDLE_SECONDS)
@@ -298,6 +297,7 @@ class Saver:
             self.comm, specs, files=self.options.files, node=self.node, scalars_bytes=self._room
         )
         self._make_buffers(plan)
+        self._release = sources.register([i for s in self._buffers for i in s.images])
         self._plan, self._plan_specs = plan, sources.specs
         self._sealer = Sealer(plan)
 
@@ -339,6 +339,8 @@ class Saver:
     def _free_buffers(self) -> None:
         self._plan = None
         self._in_memory = None
+        self._release()
+        self._release = _nothing
         for staging in self._buffers:
             staging.close()
         self._buffers = []
@@ -400,8 +402,7 @@ class Saver:
             return
         names = list(self._tiers)
         mine = np.array([_status(snapshot, names) for snapshot in self._flight], np.int64)
-        counts = np.zeros_like(mine)
-        self.comm.Allreduce(mine, counts)
+        counts = summed(self.comm, mine)
         size = self.comm.size
         for snapshot, row in zip(tuple(self._flight), counts.tolist(), strict=True):
             done, failed, committed, commit_failed, *reached = row
@@ -476,7 +477,7 @@ class Saver:
 
     def _retain(self, tier: Tier, snapshot: Snapshot) -> None:
         try:
-            self._warnings += tier.retain(snapshot)
+            self._warnings.extend(tier.retain(snapshot))
         except Exception as error:
             self._warnings.append(f"level {tier.name}: {fault_text(error)}")
 
@@ -497,6 +498,10 @@ def _status(snapshot: Snapshot, names: Sequence[str]) -> list[int]:
 
 def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
     return lambda: function(*args)
+
+
+def _nothing() -> None:
+    return
 
 
 class _Worker:

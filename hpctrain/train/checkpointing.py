@@ -161,6 +161,11 @@ class Checkpointer:
             "layout": {
                 axis: layout.size(axis) for axis in ("pp", "tp", "dp_replicate", "dp_shard")
             },
+            "schedule": {
+                "lr": self.spec.train.lr,
+                "min_lr": self.spec.train.min_lr,
+                **self.spec.train.schedule.model_dump(mode="json"),
+            },
             "data": {"seed": self.spec.train.seed, "global_batch": self.spec.train.global_batch},
             "model": self.spec.model.model_dump(mode="json"),
         }

@@ -8,7 +8,7 @@ with its name, and from the next one on that tensor is copied before the save re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,20 @@ class TorchSources:
         return all(state.get(key) is tensor for state, key, tensor in states) and all(
             tensor.data_ptr() == at for tensor, at in places
         )
+
+    def register(self, images: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        if self._stream is None:
+            return lambda: None
+        # Into pageable memory CUDA copies by way of a small buffer of its own, and waits.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        places = [(image.ctypes.data, image.nbytes) for image in images]
+        pinned = [at for at, size in places if int(runtime.cudaHostRegister(at, size, 0)) == 0]
+
+        def release() -> None:
+            for at in pinned:
+                runtime.cudaHostUnregister(at)
+
+        return release
 
     def begin(self) -> None:
         self._versions = [tensor._version for tensor in self._owners]

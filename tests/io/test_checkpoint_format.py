@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,29 @@ def test_plain_h5py_reads_every_number(saved: tuple[CheckpointStore, Path]) -> N
         assert dict(file.attrs) == {
             "format": "hpctrain-checkpoint", "format_version": 1, "world_size": 1,
         }  # fmt: skip
+
+
+def test_h5dump_prints_the_numbers(saved: tuple[CheckpointStore, Path]) -> None:
+    """HDF5's own tool, of whatever version it is: headers, bfloat16, strings."""
+    if shutil.which("h5dump") is None:
+        pytest.skip("SKIPPED: h5dump is not installed (Debian: hdf5-tools)")
+    path = saved[1] / "tensors.h5"
+
+    def dumped(*options: str) -> str:
+        command = ["h5dump", "-w", "100", *options, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    half = dumped("-d", "/model/half")
+    assert "DATASPACE  SIMPLE { ( 4 ) / ( 4 ) }" in half
+    assert "1, -2.5, 2.55212e+38, 0" in half
+    assert '"bfloat16"' in half
+    rows = dumped("-d", "/model/layers.0.weight", "-s", "5,7", "-c", "1,3", "-y")
+    assert "57, 58, 59" in rows
+    assert "H5T_IEEE_F32LE" in rows
+    assert '"{"step": 12, "tokens": 4096,' in dumped("-d", "/hpctrain/scalars")
+    listed = dumped("-n")
+    for name in ("model/layers.0.weight", "optimizer/step/layers.0.weight", "hpctrain/scalars"):
+        assert f"dataset    /{name}\n" in listed
 
 
 def test_bfloat16_reads_as_the_float32_it_stands_for(saved: tuple[CheckpointStore, Path]) -> None:
