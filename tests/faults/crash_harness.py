@@ -41,7 +41,7 @@ import torch
 
 from hpctrain.io import directory
 from hpctrain.io.checkpoint import CheckpointStore
-from hpctrain.io.comm import SoloCommunicator
+from hpctrain.io.comm import Done, SoloCommunicator
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.partner import PartnerTier
 from hpctrain.io.recover import Level, Recovery
@@ -88,8 +88,9 @@ class PipeCommunicator:
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         return self.allgather(sendobj if self.rank == root else None)[root][self.rank]
 
-    def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any) -> Done:
         recvbuf[...] = np.sum(self.allgather(np.asarray(sendbuf)), axis=0)
+        return Done()
 
     def barrier(self) -> None:
         self.allgather(None)
