@@ -95,6 +95,11 @@ def summed(comm: Communicator, mine: np.ndarray) -> np.ndarray:
     return total
 
 
+def wait_for_all(comm: Communicator) -> None:
+    """A barrier that sleeps, where some ranks have much to do and others nothing."""
+    summed(comm, np.zeros(1, np.int64))
+
+
 def on_root(comm: Communicator, work: Callable[[], T]) -> T:
     """Rank 0's ``work()``, given to every rank; where it raises, every rank raises.
 
@@ -108,6 +113,7 @@ def on_root(comm: Communicator, work: Callable[[], T]) -> T:
             result = work()
         except Exception as caught:
             error = caught
+    wait_for_all(comm)
     failed, result = comm.bcast((_fault(error), result))
     if failed is not None:
         _raise(failed, error)
@@ -127,6 +133,7 @@ def on_all(comm: Communicator, work: Callable[[], T]) -> list[T] | None:
         result = work()
     except Exception as caught:
         error = caught
+    wait_for_all(comm)
     answers = comm.gather((_fault(error), result))
     failed: _Fault | None = None
     if answers is not None:

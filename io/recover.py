@@ -9,6 +9,7 @@ system. Shares that a node's ranks need and nobody there has are sent over, once
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
@@ -23,14 +24,17 @@ from hpctrain.io.comm import Communicator, on_root
 from hpctrain.io.directory import step_name
 from hpctrain.io.extents import read_bytes, write_bytes
 from hpctrain.io.manifest import Manifest
+from hpctrain.io.parity import held_notes
 from hpctrain.io.parts import Part, merge, part_name, read_part
+from hpctrain.io.rebuild import NoteAt, ShareAt, notes_for, rebuild
 from hpctrain.io.restore import CheckpointReader, Place, Request, tensor_problems
-from hpctrain.io.tiers import MEMORY, NODE, PARTNER, held_parts, private_folder
+from hpctrain.io.tiers import MEMORY, NODE, PARITY, PARTNER, held_parts, private_folder
 
-_ORDER = {MEMORY: 0, NODE: 1, PARTNER: 2}
+_ORDER = {MEMORY: 0, NODE: 1, PARITY: 2, PARTNER: 3}
 _WORDS = {
     MEMORY: "the nodes' memory",
     NODE: "the nodes' storage",
+    PARITY: "the sets of nodes",
     PARTNER: "the partner nodes' copies",
 }
 _CHUNK = 64 << 20
@@ -56,6 +60,7 @@ class _Share:
     node: int
     level: str
     folder: str
+    pieces: tuple[tuple[str, int, int], ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class Recovery:
         self.node = node
         self.skipped: list[tuple[int, str]] = []
         self._nodes: list[int] = self.comm.allgather(node)
+        self._notes: list[NoteAt] = []
 
     @property
     def _leader(self) -> int:
@@ -105,6 +111,7 @@ class Recovery:
         """
         self.skipped = []
         saves: dict[float, list[_Share]] = {}
+        self._notes = self._survey_notes()
         for share in self._survey():
             if wanted in (-1, share.step):
                 saves.setdefault(share.sequence, []).append(share)
@@ -137,10 +144,40 @@ class Recovery:
                         self.node,
                         level.name,
                         str(folder),
+                        part.pieces,
                     )
                     for folder, part in held_parts(level.root)
                 ]
         return [share for shares in self.comm.allgather(mine) for share in shares]
+
+    def _survey_notes(self) -> list[NoteAt]:
+        mine: list[NoteAt] = []
+        if self.comm.rank == self._leader:
+            for level in self.levels:
+                mine += [NoteAt(note, self.node, str(at)) for at, note in held_notes(level.root)]
+        return [note for notes in self.comm.allgather(mine) for note in notes]
+
+    def _rebuilt(self, rank: int, like: _Share, left: dict[int, list[_Share]]) -> _Share | None:
+        """A lost share of a save, worked out from the parity of its set where that is there."""
+        own = next((level.root for level in self.levels if level.name == PARITY), None)
+        of_save = [
+            at
+            for at in self._notes
+            if (at.note.sequence, at.note.plan) == (like.sequence, like.plan)
+        ]
+        notes = notes_for(rank, of_save)
+        if own is None or notes is None or not all(left.get(other) for other in notes):
+            return None
+        nearest = {other: min(left[other], key=self._distance) for other in notes}
+        shares = {r: ShareAt(s.node, s.folder, s.pieces) for r, s in nearest.items()}
+        made = rebuild(self.comm, rank, notes, shares, self.leader_of, own)
+        if made is None:
+            return None
+        node, folder = made
+        pieces = Part.from_bytes(next(iter(notes.values())).note.parts[rank].encode()).pieces
+        return dataclasses.replace(
+            like, rank=rank, node=node, level=PARITY, folder=folder, pieces=pieces
+        )
 
     def _try_stored(self, step: int, number: float) -> Choice | None:
         problems = self.store.verify(step)
@@ -163,12 +200,21 @@ class Recovery:
             ):
                 holders.setdefault(share.rank, []).append(share)
         bad: set[_Share] = set()
+        tried: set[int] = set()
         while True:
             left = {
                 rank: [share for share in shares if share not in bad]
                 for rank, shares in holders.items()
             }
             missing = [r for r in range(first.world_size) if not left.get(r)]
+            lost = next((r for r in missing if r not in tried), None)
+            if lost is not None:
+                # What it is worked out from is verified with the result.
+                tried.add(lost)
+                made = self._rebuilt(lost, first, left)
+                if made is not None:
+                    holders.setdefault(lost, []).append(made)
+                    continue
             if missing:
                 if not stored:
                     ranks = ", ".join(map(str, missing[:5]))

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import ImpossibleError
 from hpctrain.io.flush import WriteOptions
+from hpctrain.io.parity import ParityTier
 from hpctrain.io.partner import PartnerTier
 from hpctrain.io.recover import Level
-from hpctrain.io.tiers import MEMORY, NODE, PARTNER, MemoryTier, NodeTier, Tier
+from hpctrain.io.tiers import MEMORY, NODE, PARITY, PARTNER, MemoryTier, NodeTier, Tier
 
 if TYPE_CHECKING:
     from hpctrain.runtime.context import RankContext
@@ -29,7 +30,7 @@ class Levels:
         write: how files are written.
 
     Raises:
-        ImpossibleError: a partner is asked for and there is only one node.
+        ImpossibleError: a partner or a set is asked for and there is only one node.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Levels:
         self._node = context.node
         self._leads = context.local_rank == 0
         self._write = write
-        if settings.partner.every is not None and context.nodes < 2:
-            raise ImpossibleError(
-                "checkpoint.partner: a copy on another node needs two nodes, the job has one",
-                hint="set checkpoint.partner.every: null",
-            )
+        for name, asked in (("partner", settings.partner), ("parity", settings.parity)):
+            if asked.every is not None and context.nodes < 2:
+                raise ImpossibleError(
+                    f"checkpoint.{name}: what is kept on other nodes needs two nodes, the job has "
+                    "one",
+                    hint=f"set checkpoint.{name}.every: null",
+                )
         key = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=8).hexdigest()
         self._folder = f"hpctrain-{os.getuid()}-{key}"
         if self.any and _share_a_host(context):
@@ -61,6 +64,7 @@ class Levels:
             MEMORY: settings.memory.every,
             NODE: settings.node.every,
             PARTNER: settings.partner.every,
+            PARITY: settings.parity.every,
         }
         return {name: every for name, every in found.items() if every is not None}
 
@@ -79,6 +83,8 @@ class Levels:
             base = settings.node.path or base
         elif name == PARTNER:
             base = settings.partner.path or settings.node.path or base
+        elif name == PARITY:
+            base = settings.parity.path or settings.node.path or base
         return Path(base) / self._folder / name
 
     def tiers(self, comm: Any) -> list[Tier]:
@@ -95,6 +101,18 @@ class Levels:
                     self._rank,
                     leads=self._leads,
                     keep=settings.node.keep,
+                    options=dataclasses.replace(self._write, check_space=False),
+                )
+            )
+        if PARITY in asked:
+            found.append(
+                ParityTier(
+                    self._root(PARITY),
+                    comm,
+                    self._node,
+                    size=settings.parity.nodes,
+                    leads=self._leads,
+                    keep=settings.parity.keep,
                     options=dataclasses.replace(self._write, check_space=False),
                 )
             )

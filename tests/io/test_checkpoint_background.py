@@ -97,7 +97,8 @@ def test_a_change_past_the_optimizer_never_reaches_the_file(tmp_path: Path, name
     the next save takes that tensor before it returns."""
     model = Model({"large": (3000, 1000), "small": (7,)})
     saver = saver_in(tmp_path)
-    for step in range(1, 6):
+    failed = []
+    for step in range(1, 9):
         before = model.values()
         saver.save(step, model.sources, scalars={}, per_rank=dict)
         with torch.no_grad():
@@ -107,10 +108,13 @@ def test_a_change_past_the_optimizer_never_reaches_the_file(tmp_path: Path, name
         if outcome.error is None:
             assert np.array_equal(read(tmp_path, step, f"model/{name}"), before[f"model/{name}"])
         else:
-            assert step == 1
+            failed.append(step)
             assert f"model/{name}: changed between the save" in outcome.error.message
     saver.close()
-    assert CheckpointStore(tmp_path, SoloCommunicator()).steps()[-4:] == [2, 3, 4, 5]
+    # A copy may have been quicker than the change; the first that was not is the last to fail.
+    assert len(failed) <= 1
+    stored = CheckpointStore(tmp_path, SoloCommunicator()).steps()
+    assert stored == [step for step in range(1, 9) if step not in failed]
 
 
 def test_replaced_tensors_are_noticed(tmp_path: Path) -> None:

@@ -21,14 +21,16 @@ from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
 from hpctrain.io.compare import differences
 from hpctrain.model.transformer import Transformer
-from hpctrain.spec import parse_job
+from hpctrain.testing import parity
 
 GPT2 = """\
 data: {path: none, sequence_length: 16}
+train: {steps: 1, global_batch: 1}
 model: {layers: 2, hidden: 12, heads: 3, vocab_size: 40, max_positions: 16, ffn_hidden: 20}
 """
 LLAMA = """\
 data: {path: none, sequence_length: 16}
+train: {steps: 1, global_batch: 1}
 model: {layers: 2, hidden: 16, heads: 4, kv_heads: 2, vocab_size: 40, max_positions: 16,
   ffn_hidden: 24, position: rotary, norm: rmsnorm, activation: swiglu, bias: false,
   tied_embeddings: false}
@@ -47,7 +49,7 @@ def done(*arguments: object) -> str:
 
 def checkpoint_of(text: str, root: Path) -> tuple[Transformer, CheckpointStore]:
     """A model with numbers of its own, its optimizer's states and scalars, as a checkpoint."""
-    spec = parse_job(text).spec.model
+    spec = parity._spec(text, 1, []).model
     generator = torch.Generator().manual_seed(5)
     model = Transformer(spec.transformer())
     shards = []
@@ -271,7 +273,10 @@ def test_diff_says_what_and_by_how_much(tmp_path: Path) -> None:
         store.save(1, shards, scalars={"lr": value}, per_rank={})
     result = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 5
-    assert result.stdout == "model/w: 1 of 20 elements differ, by 0.5 at most\nlr: 1.0 and 1.5\n"
+    assert (
+        result.stdout
+        == "model/w: 1 of 20 elements differ, by 0.5 at most\nscalar lr: 1.0 and 1.5\n"
+    )
     assert done("diff", tmp_path / "a", tmp_path / "a") == "all 2 tensors are equal\n"
 
 
