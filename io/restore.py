@@ -27,6 +27,10 @@ _THREADS = 4
 """Readers of one rank: enough to read, check and copy at the same time."""
 
 
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint do not match their checksum, or cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a range of one of the checkpoint's files lies.
@@ -274,7 +278,7 @@ class CheckpointReader:
         except (OSError, EOFError) as error:
             fault = str(error)
         if fault is not None:
-            raise CheckpointError(_show_fault(folder, self.manifest, job.name, extent, fault))
+            raise DamagedError(_show_fault(folder, self.manifest, job.name, extent, fault))
 
     def _folder_of(self, extent: Extent) -> Path | None:
         """Where an extent lies, None where it is out of reach."""
@@ -296,7 +300,7 @@ class CheckpointReader:
                 try:
                     self._inputs[path] = InputFile(path)
                 except OSError as error:
-                    raise CheckpointError(f"{path}: {error.strerror}") from error
+                    raise DamagedError(f"{path}: {error.strerror}") from error
             return self._inputs[path], folder
 
     def _missing(self, name: str) -> str:

@@ -12,6 +12,7 @@ from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import steps_between
 from hpctrain.io.recover import Recovery
+from hpctrain.io.restore import DamagedError
 from hpctrain.io.saver import Outcome, SaveOptions, Saver
 from hpctrain.io.storage import files_for
 from hpctrain.io.store import STORE
@@ -19,6 +20,7 @@ from hpctrain.train import rng
 from hpctrain.train.levels import Levels
 
 if TYPE_CHECKING:
+    from hpctrain.io.checkpoint import CheckpointReader
     from hpctrain.runtime.context import RankContext
     from hpctrain.spec.job import JobSpec
     from hpctrain.train.metrics import Recorder
@@ -184,16 +186,23 @@ class Checkpointer:
         removed = self.store.clean()
         if removed:
             recorder.event("warning", f"removed what dead writers left: {', '.join(removed)}")
-        recovery = Recovery(self.store, self._levels.near(), self.context.node)
-        choice = recovery.find(wanted)
+        recovery = Recovery(
+            self.store, self._levels.near(), self.context.node, self._static["layout"]
+        )
+        while True:
+            choice = recovery.find(wanted)
+            if choice is None:
+                break
+            with recovery.open(choice) as reader:
+                generators, fault = self._take(state, reader)
+            if fault is None:
+                break
+            recovery.reject(choice, fault)
         for bad, reason in recovery.skipped:
             recorder.event("checkpoint_skipped", f"step {bad}: {reason}", step=bad)
         if choice is None:
             self._none_found(wanted, recovery.skipped)
             return False
-        with recovery.open(choice) as reader:
-            generators = state.restore(reader)
-            self.context.comm.Barrier()
         step = choice.step
         recorder.resumed_from = step
         recorder.durable_step = step if choice.stored else self._newest_stored()
@@ -213,6 +222,16 @@ class Checkpointer:
             )
         self._warn_of_changes(reader.scalars, recorder)
         return True
+
+    def _take(self, state: TrainState, reader: CheckpointReader) -> tuple[bool, str | None]:
+        """Read a checkpoint on all ranks: whether generators were restored, and what is damaged."""
+        generators, fault = False, None
+        try:
+            generators = state.restore(reader)
+        except DamagedError as error:
+            fault = error.message
+        faults = [text for text in self.context.comm.allgather(fault) if text is not None]
+        return generators, faults[0] if faults else None
 
     def _none_found(self, wanted: int, skipped: list[tuple[int, str]]) -> None:
         """Raise where there are checkpoints and none will do, or the one asked for will not."""

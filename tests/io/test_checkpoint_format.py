@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -137,6 +138,45 @@ def test_manifest_alone_is_enough_for_another_reader(saved: tuple[CheckpointStor
     wide = manifest["tensors"]["optimizer/exp_avg/layers.0.weight"]["extents"]
     # 16 MiB hold 2095 rows of 2001 float32: 2095 * 2001 * 4 <= 2^24 < 2096 * 2001 * 4.
     assert [extent["shape"] for extent in wide] == [[2096, 2001], [4, 2001]]
+
+
+def programs_of_the_page() -> dict[str, Any]:
+    """The reader and the writer that stand in docs/checkpoint-format.md."""
+    page = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found: dict[str, Any] = {}
+    for block in blocks:
+        if "\ndef " in block:
+            exec(block, found)
+    return found
+
+
+def test_the_pages_reader_reads_what_we_write(saved: tuple[CheckpointStore, Path]) -> None:
+    page = programs_of_the_page()
+    page["DTYPES"]["float8_e4m3fn"] = "u1"
+    found = page["read"](saved[1])
+    assert np.array_equal(found["optimizer/exp_avg/layers.0.weight"], numbers([2100, 2001], 5))
+    assert found["model/half"].tolist() == bfloat16([1.0, -2.5, 1.5 * 2.0**127, 0.0]).tolist()
+    assert found["hpctrain/rank_state/torch"].shape == (1, 5056)
+    data = bytearray((saved[1] / "tensors.h5").read_bytes())
+    data[-5000] ^= 1
+    (saved[1] / "tensors.h5").write_bytes(data)
+    with pytest.raises(AssertionError, match="damaged"):
+        page["read"](saved[1])
+
+
+def test_we_read_what_the_pages_writer_writes(tmp_path: Path) -> None:
+    tensors = {"model/w": numbers([5, 7]), "model/count": np.array([3, 2**40])}
+    programs_of_the_page()["write"](tmp_path, 30, 4, tensors, {"tokens": 5})
+    store = CheckpointStore(tmp_path, SoloCommunicator())
+    assert store.latest_good() == (30, [])
+    with store.open(30) as reader:
+        assert reader.scalars == {"tokens": 5, "step": 30}
+        assert reader.tensors()["model/count"] == ((2,), "int64")
+        assert np.array_equal(reader.read("model/w", (1, 2), (3, 4)), numbers([5, 7])[1:4, 2:6])
+    # The next of ours is the newer one.
+    store.save(20, [whole("model/w", numbers([5, 7]))], scalars={}, per_rank={})
+    assert store.latest_good() == (20, [])
 
 
 def test_latest_names_the_newest(saved: tuple[CheckpointStore, Path]) -> None:

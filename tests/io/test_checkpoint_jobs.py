@@ -47,7 +47,12 @@ def durable(run: RunDir) -> list[int]:
 
 def test_the_interval_follows_from_cost_and_mtbf(folder: Path) -> None:
     """Daly's, from what the job says that it measured; and the steps saved are its multiples."""
-    options = ("checkpoint.every=auto", "checkpoint.mtbf=1m", "train.steps=700", "train.log_every=100")
+    options = (
+        "checkpoint.every=auto",
+        "checkpoint.mtbf=1m",
+        "train.steps=700",
+        "train.log_every=100",
+    )
     run = run_job(JOB, folder, *options)
     assert durable(run)[0] == 5  # the first is taken early, to learn its cost
     changes = [event for event in run.read_events() if event.kind == "checkpoint_interval"]
