@@ -280,6 +280,8 @@ class Saver:
             and not self._too_small
             and (sources.specs is self._plan_specs or sources.specs == self._plan_specs)
         )
+        if self.comm.size == 1 and same:
+            return
         if not summed(self.comm, np.array([0 if same else 1], np.int64))[0]:
             return
         while self._flight:
@@ -399,6 +401,9 @@ class Saver:
 
     def _advance(self) -> None:
         if not self._flight:
+            return
+        alone = self.comm.size == 1 and self._memory is None
+        if alone and not any(snapshot.news for snapshot in self._flight):
             return
         names = list(self._tiers)
         mine = np.array([_status(snapshot, names) for snapshot in self._flight], np.int64)

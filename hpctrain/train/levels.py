@@ -37,6 +37,13 @@ class Levels:
         self, root: Path, settings: CheckpointSpec, context: RankContext, write: WriteOptions
     ) -> None:
         self._settings = settings
+        asked = {
+            MEMORY: settings.memory.every,
+            NODE: settings.node.every,
+            PARTNER: settings.partner.every,
+            PARITY: settings.parity.every,
+        }
+        self._every = {name: every for name, every in asked.items() if every is not None}
         self._rank = context.rank
         self._node = context.node
         self._leads = context.local_rank == 0
@@ -56,25 +63,15 @@ class Levels:
     @property
     def any(self) -> bool:
         """Whether the job asks for one."""
-        return bool(self._every())
-
-    def _every(self) -> dict[str, int]:
-        settings = self._settings
-        found = {
-            MEMORY: settings.memory.every,
-            NODE: settings.node.every,
-            PARTNER: settings.partner.every,
-            PARITY: settings.parity.every,
-        }
-        return {name: every for name, every in found.items() if every is not None}
+        return bool(self._every)
 
     def due(self, step: int) -> set[str]:
         """Levels that are to hold a checkpoint of ``step``."""
-        return {name for name, every in self._every().items() if step % every == 0}
+        return {name for name, every in self._every.items() if step % every == 0}
 
     def near(self) -> list[Level]:
         """Where to look for what an earlier incarnation left."""
-        return [Level(name, self._root(name)) for name in self._every()]
+        return [Level(name, self._root(name)) for name in self._every]
 
     def _root(self, name: str) -> Path:
         settings = self._settings
@@ -89,7 +86,7 @@ class Levels:
 
     def tiers(self, comm: Any) -> list[Tier]:
         """The levels to save to, nearest first; collective."""
-        asked = self._every()
+        asked = self._every
         settings = self._settings
         found: list[Tier] = []
         if MEMORY in asked:
