@@ -27,13 +27,14 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io import directory
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.comm import Communicator, on_root
 from hpctrain.io.directory import step_name
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.manifest import Manifest, file_problem, read_manifest
 from hpctrain.io.plan import FileKind
 from hpctrain.io.restore import CheckpointReader, extent_problems
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.shards import TensorShard
 from hpctrain.io.sources import HostSources
 
@@ -189,13 +190,15 @@ class CheckpointStore:
             for fault in faults
         ]
 
-    def open(self, step: int, *, verify: bool = True) -> CheckpointReader:
+    def open(self, step: int, *, verify: bool = True, together: bool = False) -> CheckpointReader:
         """Open a checkpoint for reading; collective.
 
         Args:
             step: which.
             verify: check each extent when it is first read. False saves reading whole extents
                 for a few rows, where :meth:`latest_good` or :meth:`verify` has just read all.
+            together: all ranks are about to call ``read_all``: each checks its share of all
+                extents there, whatever it reads, and has to tell the others what it found.
 
         Raises:
             CheckpointError: there is none, or its manifest or HDF5 structure is damaged.
@@ -214,4 +217,5 @@ class CheckpointStore:
                     raise CheckpointError(fault)
             return manifest
 
-        return CheckpointReader(folder, on_root(self.comm, load), verify=verify)
+        duty = (self.comm.rank, self.comm.size) if together else None
+        return CheckpointReader(folder, on_root(self.comm, load), verify=verify, duty=duty)

@@ -114,6 +114,9 @@ class InputFile:
     ) -> None:
         """Bytes of the file, hashed, and kept where there is something to keep them in."""
         if count < _DIRECT_BYTES or self._direct < 0 or self._cached(start):
+            if count >= _DIRECT_BYTES:
+                # Read-ahead on its own goes in small steps.
+                os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_WILLNEED)
             for first in range(0, count, _BLOCK_BYTES):
                 size = min(_BLOCK_BYTES, count - first)
                 part = self._own.block[:size] if out is None else out[first : first + size]

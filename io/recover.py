@@ -66,7 +66,7 @@ class Choice:
         source: levels it comes from, in words.
         stored: whether it is committed on the parallel file system.
         verified: whether every byte has been read and is good. Otherwise that is found out when
-            it is read.
+            it is read, by all ranks together unless each reads what it wrote ``itself``.
         shares: of every writing rank, where it is not taken from there alone.
     """
 
@@ -75,6 +75,7 @@ class Choice:
     source: str
     stored: bool
     verified: bool = True
+    itself: bool = False
     shares: tuple[tuple[Share, ...], ...] = field(default=(), repr=False)
 
 
@@ -85,9 +86,9 @@ class Recovery:
         store: the committed checkpoints.
         levels: the near levels of this rank's node, as the job has them now.
         node: number of this rank's node.
-        layout: of the ranks, as the checkpoints' scalars have it. A rank of a checkpoint of the
-            same layout reads what it wrote itself, so that nothing has to be read twice, once to
-            verify it and once by who wants it.
+        layout: of the ranks, as the checkpoints' scalars have it; given by who calls
+            :meth:`reject` where a checkpoint turns out to be damaged when it is read. Nothing is
+            then read twice, once to verify it and once by who wants it.
     """
 
     def __init__(
@@ -193,20 +194,23 @@ class Recovery:
         self._rejected[choice.sequence] = (choice.step, reason)
 
     def _try_stored(self, step: int, number: float) -> Choice | None:
-        problems = self.store.verify(step, deep=False)
-        later = not problems and self._same_layout(step)
-        if not problems and not later:
-            problems = self.store.verify(step)
+        later = self._layout is not None
+        problems = self.store.verify(step, deep=not later)
         if problems:
             more = f" (and {len(problems) - 1} more faults)" if len(problems) > 1 else ""
             self.skipped.append((step, problems[0] + more))
             return None
-        return Choice(step, number, "the parallel file system", True, verified=not later)
+        return Choice(
+            step,
+            number,
+            "the parallel file system",
+            True,
+            verified=not later,
+            itself=later and self._same_layout(step),
+        )
 
     def _same_layout(self, step: int) -> bool:
         """Whether the ranks of a checkpoint stood as they do now."""
-        if self._layout is None:
-            return False
         with self.store.open(step) as reader:
             then = reader.scalars.get("layout")
             return reader.world_size == self.comm.size and then == self._layout
@@ -284,7 +288,11 @@ class Recovery:
             CheckpointError: it is gone meanwhile.
         """
         if not choice.shares:
-            return self.store.open(choice.step, verify=not choice.verified)
+            return self.store.open(
+                choice.step,
+                verify=choice.itself,
+                together=not (choice.verified or choice.itself),
+            )
         mine = {
             share.rank: _text(share)
             for shares in choice.shares

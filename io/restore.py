@@ -68,6 +68,8 @@ class CheckpointReader:
         path: its directory, for messages.
         manifest: what it holds.
         verify: check each extent when it is first read.
+        duty: (rank, ranks) of those that read together: in place of what it reads, each checks
+            its share of all extents, on the way, and whoever finds damage tells the others.
         places: where its files lie, in ranges; all in ``path`` where nothing is said.
         scalars: the JSON values saved with it; read from the file where they are not given.
 
@@ -81,12 +83,14 @@ class CheckpointReader:
         manifest: Manifest,
         *,
         verify: bool = True,
+        duty: tuple[int, int] | None = None,
         places: Sequence[Place] | None = None,
         scalars: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self._verify = verify
+        self._verify = verify and duty is None
+        self._duty = duty
         self._good: set[tuple[str, int]] = set()
         self._places = places
         self._inputs: dict[Path, InputFile] = {}
@@ -218,7 +222,15 @@ class CheckpointReader:
             CheckpointError: see :meth:`read`.
         """
         jobs = [job for request in requests for job in self._jobs(request)]
-        jobs.sort(key=lambda job: (job.extent.file, job.extent.start))
+        if self._duty is not None:
+            # All ranks sweep through the files at the same time, so that what one reads in order
+            # to check it is in the page cache for the others' boxes.
+            jobs += [
+                _Job(name, entry, index, entry.extents[index], None, None)
+                for name, entry, index in share_of_extents(self.manifest, *self._duty)
+            ]
+            self._duty = None
+        jobs.sort(key=lambda job: (job.extent.file, job.extent.start, job.out is not None))
         if len(jobs) < _THREADS:
             for job in jobs:
                 self._run(job)
@@ -261,7 +273,11 @@ class CheckpointReader:
         file, folder = self._open(extent)
         fault: str | None = None
         try:
-            if self._verify and (job.name, job.index) not in self._good:
+            if out is None or job.common is None:
+                found = file.digest(extent, raw_dtype(job.entry.torch_dtype))
+                if found != extent.xxh3:
+                    fault = f"checksum {found}, the manifest says {extent.xxh3}"
+            elif self._verify and (job.name, job.index) not in self._good:
                 whole = job.common == extent.box and out.flags.c_contiguous
                 block = out if whole else file.scratch(extent, out.dtype)
                 found = file.read_whole(extent, block)
@@ -298,7 +314,7 @@ class CheckpointReader:
         with self._lock:
             if path not in self._inputs:
                 try:
-                    self._inputs[path] = InputFile(path)
+                    self._inputs[path] = InputFile(path, direct=self._verify)
                 except OSError as error:
                     raise DamagedError(f"{path}: {error.strerror}") from error
             return self._inputs[path], folder
@@ -310,14 +326,14 @@ class CheckpointReader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """One extent of one request: the common box, and where it goes."""
+    """One extent of one request: the common box, and where it goes; None to check it alone."""
 
     name: str
     entry: TensorEntry
     index: int
     extent: Extent
-    common: Box
-    out: np.ndarray
+    common: Box | None
+    out: np.ndarray | None
 
 
 def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
@@ -345,12 +361,22 @@ def extent_problems(path: Path, manifest: Manifest, part: int, parts: int) -> li
     for name, entry in manifest.tensors.items():
         if sum(extent.box.elements for extent in entry.extents) != math.prod(entry.shape):
             problems.append(f"{path}: {name}: the extents do not fill {list(entry.shape)}")
-    extents = [(name, t, extent) for name, t in manifest.tensors.items() for extent in t.extents]
-    # Neighbours in the file go to one rank, whose reads are then long ones.
-    extents.sort(key=lambda item: (item[2].file, item[2].start))
-    first, last = part * len(extents) // parts, (part + 1) * len(extents) // parts
+    mine = share_of_extents(manifest, part, parts)
     names = [file.name for file in manifest.files]
-    return problems + _problems(path, names, extents[first:last])
+    return problems + _problems(path, names, [(n, t, t.extents[i]) for n, t, i in mine])
+
+
+def share_of_extents(
+    manifest: Manifest, part: int, parts: int
+) -> list[tuple[str, TensorEntry, int]]:
+    """Every ``parts``-th extent in the order of the files: tensor, its entry, extent's number."""
+    extents = [
+        (name, entry, index)
+        for name, entry in manifest.tensors.items()
+        for index in range(len(entry.extents))
+    ]
+    extents.sort(key=lambda item: (item[1].extents[item[2]].file, item[1].extents[item[2]].start))
+    return extents[part::parts]
 
 
 def _problems(

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import hpctrain
 from hpctrain.errors import CheckpointError
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import steps_between
 from hpctrain.io.recover import Recovery
 from hpctrain.io.restore import DamagedError
-from hpctrain.io.saver import Outcome, SaveOptions, Saver
+from hpctrain.io.saver import Outcome, Saver
 from hpctrain.io.storage import files_for
 from hpctrain.io.store import STORE
 from hpctrain.train import rng

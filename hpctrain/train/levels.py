@@ -48,8 +48,8 @@ class Levels:
         self._node = context.node
         self._leads = context.local_rank == 0
         self._write = write
-        for name, asked in (("partner", settings.partner), ("parity", settings.parity)):
-            if asked.every is not None and context.nodes < 2:
+        for name in (PARTNER, PARITY):
+            if name in self._every and context.nodes < 2:
                 raise ImpossibleError(
                     f"checkpoint.{name}: what is kept on other nodes needs two nodes, the job has "
                     "one",

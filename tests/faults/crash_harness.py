@@ -40,13 +40,14 @@ import numpy as np
 import torch
 
 from hpctrain.io import directory
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import Done, SoloCommunicator
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.partner import PartnerTier
 from hpctrain.io.recover import Level, Recovery
 from hpctrain.io.restore import Request
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec
 from hpctrain.io.store import STORE
 from hpctrain.io.tiers import MEMORY, NODE, PARTNER, MemoryTier, NodeTier

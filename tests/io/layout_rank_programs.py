@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from hpctrain.errors import CheckpointError
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.recover import Recovery
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.testing import parity
 
 JOB = """\

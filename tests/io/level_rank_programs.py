@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from checkpoint_rank_programs import _comm, fsdp_range, numbers, part, whole
 
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.parity import ParityTier
 from hpctrain.io.partner import PartnerTier
 from hpctrain.io.recover import Level, Recovery
 from hpctrain.io.restore import Request
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.sources import HostSources
 from hpctrain.io.tiers import MEMORY, NODE, PARITY, PARTNER, MemoryTier, NodeTier
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from hpctrain.errors import CheckpointError
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import daly, steps_between, young
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec, TensorShard
 from hpctrain.io.sources import HostSources
 from hpctrain.train.sources import Held, TorchSources
