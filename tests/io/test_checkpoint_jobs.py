@@ -110,7 +110,7 @@ def test_a_full_disk_ends_the_job_or_does_not_as_it_says(
         assert state is not None
         assert state.durable_step == 5
         if on_error == "continue":
-            assert len(run.read_steps()) == 12
+            assert len(list(run.read_steps())) == 12
         else:
             (failure,) = run.read_failures()
             assert "not written" in failure.message
