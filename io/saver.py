@@ -187,9 +187,12 @@ class Saver:
         )
         self._flight.append(snapshot)
         self._latest = snapshot
-        self._copier.do(snapshot.copy)
-        self._writer.do(lambda: self._write(snapshot))
+        self._copier.do(lambda: self._take(snapshot))
         return True
+
+    def _take(self, snapshot: Snapshot) -> None:
+        self._writer.do(lambda: self._write(snapshot))
+        snapshot.copy()
 
     def wait_copied(self) -> None:
         """Return when the tensors of the last save may change. To be called before they do."""
@@ -260,6 +263,9 @@ class Saver:
             except BaseException as error:
                 # Whatever ends this thread, the training thread must not wait for it.
                 snapshot.faults[name] = fault_text(error)
+        if self.comm.size == 1 and STORE in snapshot.reached:
+            # There is nobody to agree with.
+            self._commit(snapshot)
         snapshot.done = True
 
     def _commit(self, snapshot: Snapshot) -> None:
@@ -280,10 +286,11 @@ class Saver:
         if alone and not any(snapshot.news for snapshot in self._flight):
             return
         names = list(self._tiers)
-        mine = np.array([_status(snapshot, names) for snapshot in self._flight], np.int64)
-        counts = summed(self.comm, mine)
         size = self.comm.size
-        for snapshot, row in zip(tuple(self._flight), counts.tolist(), strict=True):
+        rows = [_status(snapshot, names) for snapshot in self._flight]
+        if size > 1:
+            rows = summed(self.comm, np.array(rows, np.int64)).tolist()
+        for snapshot, row in zip(tuple(self._flight), rows, strict=True):
             done, failed, committed, commit_failed, *reached = row
             everywhere = tuple(n for n, count in zip(names, reached, strict=True) if count == size)
             if MEMORY in everywhere:
@@ -307,15 +314,10 @@ class Saver:
         self._buffers.too_small |= snapshot.scalars_too_long
         if failed:
             everywhere = tuple(name for name in everywhere if name != STORE)
-        for name in everywhere:
-            # From here on every rank knows that this one is durable.
-            self._keeper.do(_call(self._retain, self._tiers[name], snapshot))
+        # From here on every rank knows what is durable.
+        self._keeper.do(_call(self._tidy, snapshot, everywhere, failed))
         seconds = time.perf_counter() - snapshot.begun
-        error = None
-        if failed:
-            if self.comm.rank == 0:
-                self._keeper.do(_call(self.store.discard, snapshot))
-            error = self._failure(snapshot)
+        error = self._failure(snapshot) if failed else None
         stored = STORE in everywhere
         plan = snapshot.staging.plan
         self._finished.append(
@@ -354,11 +356,14 @@ class Saver:
             f"level {name}: {fault}" for name, fault in snapshot.faults.items() if name != STORE
         )
 
-    def _retain(self, tier: Tier, snapshot: Snapshot) -> None:
-        try:
-            self._warnings.extend(tier.retain(snapshot))
-        except Exception as error:
-            self._warnings.append(f"level {tier.name}: {fault_text(error)}")
+    def _tidy(self, snapshot: Snapshot, levels: tuple[str, ...], failed: bool) -> None:
+        if failed and self.comm.rank == 0:
+            self.store.discard(snapshot)
+        for name in levels:
+            try:
+                self._warnings.extend(self._tiers[name].retain(snapshot))
+            except Exception as error:
+                self._warnings.append(f"level {name}: {fault_text(error)}")
 
 
 def _status(snapshot: Snapshot, names: Sequence[str]) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,7 @@ class Checkpointer:
         self._levels = Levels(root, spec.checkpoint, context, write)
         self._interval = _Interval(spec)
         self._blocked = 0.0
+        self._generators = rng.Generators()
         self._static = self._static_scalars()
 
     @property
@@ -103,7 +106,7 @@ class Checkpointer:
             state.step,
             sources,
             scalars=state.scalars() | self._static,
-            per_rank=rng.capture(),
+            per_rank=self._generators.capture(),
             tiers={STORE} if wait else self.due(state.step),
         )
         outcomes = []
@@ -278,6 +281,7 @@ class _Interval:
         self._idle = _Mean()
         self._busy = _Mean()
         self._blocked = 0.0
+        self._costs: deque[float] = deque(maxlen=5)
 
     def step(self, seconds: float, busy: bool) -> None:
         (self._busy if busy else self._idle).add(seconds)
@@ -286,13 +290,14 @@ class _Interval:
         self._blocked += seconds
 
     def cost(self) -> float:
-        """Seconds that the checkpoints since the last call cost: what the loop waited, and what
-        its steps took longer while something was in flight."""
+        """Seconds that a checkpoint costs: what the loop waited, and what its steps took longer
+        while something was in flight. The median of the last ones, for other things make steps
+        slow too."""
         slower = (self._busy.value - self._idle.value) * self._busy.count if self._idle.count else 0
-        cost = max(1e-4, self._blocked + max(0.0, slower))
+        self._costs.append(max(1e-4, self._blocked + max(0.0, slower)))
         self._blocked = 0.0
         self._busy = _Mean()
-        return cost
+        return statistics.median(self._costs)
 
     def adapt(self, cost: float, duration: float) -> str | None:
         step = self._idle.value or self._busy.value

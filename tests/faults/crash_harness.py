@@ -281,7 +281,11 @@ def run_rank(root: Path, shm: Path, plan: Plan, comm: Any) -> None:
             due.add(STORE)
         if due:
             saver.save(
-                number, training.held(), scalars={"n": number}, per_rank=rng.capture(), tiers=due
+                number,
+                training.held(),
+                scalars={"n": number},
+                per_rank=rng.Generators().capture(),
+                tiers=due,
             )
     conclude(root, comm.rank, saver.drain())
     if comm.rank == 0:

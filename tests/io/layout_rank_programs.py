@@ -162,7 +162,7 @@ def _save(state: Any, root: Path, files: str, leave_out: str | None = None) -> N
         sources = TorchSources(held)
     node = comm.rank % 2
     saver = Saver(root, comm, options=SaveOptions(files), node=node)  # type: ignore[arg-type]
-    saver.save(state.step, sources, scalars=state.scalars(), per_rank=rng.capture())
+    saver.save(state.step, sources, scalars=state.scalars(), per_rank=rng.Generators().capture())
     (outcome,) = saver.drain()
     saver.close()
     if outcome.error is not None:

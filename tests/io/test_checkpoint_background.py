@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from hpctrain.io.interval import daly, steps_between, young
 from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec, TensorShard
 from hpctrain.io.sources import HostSources
+from hpctrain.train.rng import Generators, restore
 from hpctrain.train.sources import Held, TorchSources
 
 
@@ -313,6 +315,32 @@ def test_another_reader_while_checkpoints_are_written(tmp_path: Path) -> None:
     saver.close()
     assert faults == []
     assert len(seen) > 3
+
+
+def test_the_quick_look_at_generators_sees_every_draw() -> None:
+    """numpy's state is asked for only where it may have changed, among others by a normal number
+    that was drawn before and only now given out."""
+    quick = Generators()
+
+    def state(generators: Generators) -> dict[str, list[float]]:
+        return {k: np.nan_to_num(v).tolist() for k, v in generators.capture()().items()}
+
+    draws = (
+        lambda: None,
+        lambda: np.random.rand(3),
+        lambda: np.random.randn(1),
+        lambda: np.random.randn(1),
+        lambda: np.random.seed(3),
+        lambda: random.gauss(0, 1),
+        lambda: torch.rand(1),
+    )
+    for draw in draws * 2:
+        draw()
+        assert state(quick) == state(Generators())
+    saved = quick.capture()()
+    drawn = random.random(), np.random.randn(), float(torch.rand(1))
+    restore(saved)
+    assert (random.random(), np.random.randn(), float(torch.rand(1))) == drawn
 
 
 def test_intervals_of_young_and_daly() -> None:
