@@ -33,7 +33,7 @@ from hpctrain.io.directory import step_name
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.manifest import Manifest, file_problem, read_manifest
 from hpctrain.io.plan import FileKind
-from hpctrain.io.restore import CheckpointReader, extent_problems
+from hpctrain.io.restore import CheckpointReader, extent_problems, read_scalars
 from hpctrain.io.saver import Saver
 from hpctrain.io.shards import TensorShard
 from hpctrain.io.sources import HostSources
@@ -205,7 +205,7 @@ class CheckpointStore:
         """
         folder = self.root / step_name(step)
 
-        def load() -> Manifest:
+        def load() -> tuple[Manifest, dict[str, Any]]:
             if not folder.is_dir():
                 steps = ", ".join(map(str, self.steps())) or "none"
                 raise CheckpointError(f"{folder}: there is no checkpoint of step {step}",
@@ -215,7 +215,9 @@ class CheckpointStore:
                 fault = file_problem(folder, manifest, index)
                 if fault is not None:
                     raise CheckpointError(fault)
-            return manifest
+            return manifest, read_scalars(folder, manifest)
 
         duty = (self.comm.rank, self.comm.size) if together else None
-        return CheckpointReader(folder, on_root(self.comm, load), verify=verify, duty=duty)
+        # HDF5 is opened by one rank, not by all.
+        manifest, scalars = on_root(self.comm, load)
+        return CheckpointReader(folder, manifest, verify=verify, duty=duty, scalars=scalars)

@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import xxhash
 from hpctrain.io.extents import Extent, dense_strides, read_into
 
 _PAGE = 4096
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 8 << 20
 _HUGE = 2 << 20
 """Size of a huge page: in small ones a transfer falls apart into many, at half the speed."""
 _DIRECT_BYTES = 256 << 10
@@ -40,6 +41,32 @@ class _Own(threading.local):
         whole = np.frombuffer(room, np.uint8)
         self.block = whole[-whole.ctypes.data % _HUGE :][:_BLOCK_BYTES]
         self.scratch = np.empty(0, np.uint8)
+
+
+class _Range:
+    """Bytes of a file that are wanted.
+
+    Args:
+        start, count: which.
+        out: where to; None where only their hash is wanted.
+    """
+
+    def __init__(self, start: int, count: int, out: np.ndarray | None) -> None:
+        self.start = start
+        self.count = count
+        self.out = out
+        self.state = xxhash.xxh3_64()
+
+    def take(self, at: int, block: np.ndarray) -> bool:
+        """Take what a block of the file has of it; whether that was the last of it."""
+        low = max(self.start, at)
+        high = min(self.start + self.count, at + block.size)
+        if low < high:
+            part = block[low - at : high - at]
+            self.state.update(part.data)
+            if self.out is not None:
+                np.copyto(self.out[low - self.start : high - self.start], part)
+        return self.start + self.count <= at + block.size
 
 
 class InputFile:
@@ -75,32 +102,42 @@ class InputFile:
         """
         read_into(self._descriptor, start, strides, out)
 
-    def read_whole(self, extent: Extent, out: np.ndarray) -> str:
-        """Read all of an extent into a row-major array of its shape; its XXH3-64.
+    def read_run(self, parts: Sequence[tuple[Extent, np.ndarray]]) -> list[str]:
+        """Read whole extents that follow one another in the file, by large transfers.
+
+        Args:
+            parts: extents in ascending order, and a row-major array of its shape for each.
+
+        Returns:
+            XXH3-64 of each.
 
         Raises:
             OSError: the read failed.
-            EOFError: the file ends before the extent does.
+            EOFError: the file ends before the last extent does.
         """
-        state = xxhash.xxh3_64()
-        if extent.strides == dense_strides(extent.box.shape, out.itemsize):
-            self._stream(extent.start, out.reshape(-1).view(np.uint8), out.nbytes, state)
-        else:
-            read_into(self._descriptor, extent.start, extent.strides, out)
-            state.update(out.reshape(-1).view(np.uint8).data)
-        return state.hexdigest()
+        ranges = []
+        for extent, out in parts:
+            if extent.strides != dense_strides(extent.box.shape, out.itemsize):
+                return [self._read_gapped(*part) for part in parts]
+            ranges.append(_Range(extent.start, out.nbytes, out.reshape(-1).view(np.uint8)))
+        self._stream(ranges)
+        return [found.state.hexdigest() for found in ranges]
+
+    def _read_gapped(self, extent: Extent, out: np.ndarray) -> str:
+        read_into(self._descriptor, extent.start, extent.strides, out)
+        return xxhash.xxh3_64_hexdigest(out.reshape(-1).view(np.uint8).data)
 
     def digest(self, extent: Extent, dtype: np.dtype) -> str:
         """XXH3-64 of an extent.
 
         Raises:
-            OSError, EOFError: see :meth:`read_whole`.
+            OSError, EOFError: see :meth:`read_run`.
         """
         if extent.strides != dense_strides(extent.box.shape, dtype.itemsize):
-            return self.read_whole(extent, self.scratch(extent, dtype))
-        state = xxhash.xxh3_64()
-        self._stream(extent.start, None, extent.box.elements * dtype.itemsize, state)
-        return state.hexdigest()
+            return self._read_gapped(extent, self.scratch(extent, dtype))
+        found = _Range(extent.start, extent.box.elements * dtype.itemsize, None)
+        self._stream([found])
+        return found.state.hexdigest()
 
     def scratch(self, extent: Extent, dtype: np.dtype) -> np.ndarray:
         """An array for an extent, this thread's until it asks for the next one."""
@@ -109,42 +146,45 @@ class InputFile:
             own.scratch = np.empty(size, np.uint8)
         return np.ndarray(extent.box.shape, dtype, own.scratch.data)
 
-    def _stream(
-        self, start: int, out: np.ndarray | None, count: int, state: xxhash.xxh3_64
-    ) -> None:
+    def _stream(self, ranges: Sequence[_Range]) -> None:
         """Bytes of the file, hashed, and kept where there is something to keep them in."""
-        if count < _DIRECT_BYTES or self._direct < 0 or self._cached(start):
-            if count >= _DIRECT_BYTES:
-                # Read-ahead on its own goes in small steps.
-                os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_WILLNEED)
-            for first in range(0, count, _BLOCK_BYTES):
-                size = min(_BLOCK_BYTES, count - first)
-                part = self._own.block[:size] if out is None else out[first : first + size]
-                self._fill(part, start + first)
-                state.update(part.data)
+        first, end = ranges[0].start, ranges[-1].start + ranges[-1].count
+        if end - first < _DIRECT_BYTES or self._direct < 0 or self._cached(first):
+            self._stream_cached(ranges)
             return
-        block = self._own.block
-        position, end = start, start + count
-        while position < end:
-            base = position // _PAGE * _PAGE
-            wanted = min(_BLOCK_BYTES, -(-(end - base) // _PAGE) * _PAGE)
+        block, left = self._own.block, list(reversed(ranges))
+        position = first // _PAGE * _PAGE
+        while left:
+            wanted = min(_BLOCK_BYTES, -(-(end - position) // _PAGE) * _PAGE)
             try:
-                found = os.preadv(self._direct, [block[:wanted].data], base)
+                found = os.preadv(self._direct, [block[:wanted].data], position)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL or position > first:
                     raise
                 # Some file systems take the flag and refuse the read.
                 self._direct = -1
-                rest = None if out is None else out[position - start :]
-                self._stream(position, rest, end - position, state)
+                self._stream_cached(ranges)
                 return
-            part = block[position - base : min(found, end - base)]
-            if not part.size:
-                raise EOFError(f"the file ends at byte {base + found}")
-            state.update(part.data)
-            if out is not None:
-                np.copyto(out[position - start : position - start + part.size], part)
-            position += part.size
+            reached = position + found
+            while left and left[-1].take(position, block[:found]):
+                left.pop()
+            if left and found < wanted:
+                raise EOFError(f"the file ends at byte {reached}")
+            position = reached
+
+    def _stream_cached(self, ranges: Sequence[_Range]) -> None:
+        block = self._own.block
+        for wanted in ranges:
+            if wanted.count >= _DIRECT_BYTES:
+                # Read-ahead on its own goes in small steps.
+                will = os.POSIX_FADV_WILLNEED
+                os.posix_fadvise(self._descriptor, wanted.start, wanted.count, will)
+            for first in range(0, wanted.count, _BLOCK_BYTES):
+                size = min(_BLOCK_BYTES, wanted.count - first)
+                out = wanted.out
+                part = block[:size] if out is None else out[first : first + size]
+                self._fill(part, wanted.start + first)
+                wanted.state.update(part.data)
 
     def _fill(self, part: np.ndarray, offset: int) -> None:
         view = part.data

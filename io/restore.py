@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from hpctrain.io.manifest import Manifest, TensorEntry
 from hpctrain.io.plan import RANK_STATE, SCALARS
 from hpctrain.io.shards import RESERVED, Box, Shape
 
+_RUN_BYTES = 32 << 20
+_GAP = 8192
 _THREADS = 4
 """Readers of one rank: enough to read, check and copy at the same time."""
 
@@ -95,16 +97,9 @@ class CheckpointReader:
         self._places = places
         self._inputs: dict[Path, InputFile] = {}
         self._lock = threading.Lock()
-        self.scalars: dict[str, Any] = dict(self._read_scalars() if scalars is None else scalars)
-
-    def _read_scalars(self) -> dict[str, Any]:
-        path = self.path / self.manifest.files[0].name
-        try:
-            with open_hdf5(path) as file:
-                found: dict[str, Any] = json.loads(file[SCALARS][()])
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: scalars cannot be read: {error}") from error
-        return found
+        self.scalars: dict[str, Any] = dict(
+            read_scalars(path, manifest) if scalars is None else scalars
+        )
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -231,13 +226,42 @@ class CheckpointReader:
             ]
             self._duty = None
         jobs.sort(key=lambda job: (job.extent.file, job.extent.start, job.out is not None))
+        runs = list(self._runs(jobs))
         if len(jobs) < _THREADS:
-            for job in jobs:
-                self._run(job)
+            for run in runs:
+                self._run(run)
             return
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(self._run, jobs):
+            for _ in pool.map(self._run, runs):
                 pass
+
+    def _runs(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+        """Jobs, together where they read whole neighbours in a file."""
+        run: list[_Job] = []
+        end = size = 0
+        for job in jobs:
+            extent = job.extent
+            count = 0 if job.out is None else job.out.nbytes
+            near = bool(run) and extent.file == run[0].extent.file
+            near = near and 0 <= extent.start - end < _GAP and size + count <= _RUN_BYTES
+            if run and not (near and self._reads_whole(job) and self._reads_whole(run[0])):
+                yield run
+                run, size = [], 0
+            run.append(job)
+            size += count
+            end = extent.start + count
+        if run:
+            yield run
+
+    def _reads_whole(self, job: _Job) -> bool:
+        """Whether all of an extent goes straight to where it is wanted, to be checked there."""
+        return (
+            self._verify
+            and job.out is not None
+            and job.common == job.extent.box
+            and job.out.flags.c_contiguous
+            and (job.name, job.index) not in self._good
+        )
 
     def _jobs(self, request: Request) -> list[_Job]:
         entry = self.manifest.tensors.get(request.name)
@@ -268,33 +292,37 @@ class CheckpointReader:
             )
         return jobs
 
-    def _run(self, job: _Job) -> None:
-        extent, out = job.extent, job.out
+    def _run(self, run: Sequence[_Job]) -> None:
+        job = run[0]
+        extent, out, common = job.extent, job.out, job.common
         file, folder = self._open(extent)
         fault: str | None = None
         try:
-            if out is None or job.common is None:
-                found = file.digest(extent, raw_dtype(job.entry.torch_dtype))
-                if found != extent.xxh3:
-                    fault = f"checksum {found}, the manifest says {extent.xxh3}"
+            if out is None or common is None:  # to be checked alone
+                fault = _differs(extent, file.digest(extent, raw_dtype(job.entry.torch_dtype)))
             elif self._verify and (job.name, job.index) not in self._good:
-                whole = job.common == extent.box and out.flags.c_contiguous
-                block = out if whole else file.scratch(extent, out.dtype)
-                found = file.read_whole(extent, block)
-                if found != extent.xxh3:
-                    fault = f"checksum {found}, the manifest says {extent.xxh3}"
-                elif not whole:
-                    out[...] = block[job.common.within(extent.box)]
-                self._good.add((job.name, job.index))
+                if not self._reads_whole(job):
+                    block = file.scratch(extent, out.dtype)
+                    fault = _differs(extent, *file.read_run([(extent, block)]))
+                    if fault is None:
+                        out[...] = block[common.within(extent.box)]
+                else:
+                    parts = [(one.extent, one.out) for one in run if one.out is not None]
+                    for one, found in zip(run, file.read_run(parts), strict=True):
+                        fault = _differs(one.extent, found)
+                        if fault is not None:
+                            job = one
+                            break
+                self._good.update((one.name, one.index) for one in run)
             else:
-                pairs = zip(job.common.offsets, extent.box.offsets, strict=True)
+                pairs = zip(common.offsets, extent.box.offsets, strict=True)
                 inside = tuple(a - b for a, b in pairs)
                 start = extent.start + distance(inside, extent.strides)
                 file.read(start, extent.strides, out)
         except (OSError, EOFError) as error:
             fault = str(error)
         if fault is not None:
-            raise DamagedError(_show_fault(folder, self.manifest, job.name, extent, fault))
+            raise DamagedError(_show_fault(folder, self.manifest, job.name, job.extent, fault))
 
     def _folder_of(self, extent: Extent) -> Path | None:
         """Where an extent lies, None where it is out of reach."""
@@ -324,6 +352,21 @@ class CheckpointReader:
         return f"there is no tensor {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
+def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The JSON values saved with a checkpoint.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    path = folder / manifest.files[0].name
+    try:
+        with open_hdf5(path) as file:
+            found: dict[str, Any] = json.loads(file[SCALARS][()])
+    except (OSError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: scalars cannot be read: {error}") from error
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     """One extent of one request: the common box, and where it goes; None to check it alone."""
@@ -334,6 +377,12 @@ class _Job:
     extent: Extent
     common: Box | None
     out: np.ndarray | None
+
+
+def _differs(extent: Extent, found: str) -> str | None:
+    if found == extent.xxh3:
+        return None
+    return f"checksum {found}, the manifest says {extent.xxh3}"
 
 
 def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
@@ -399,9 +448,10 @@ def _problems(
             except (OSError, EOFError) as error:
                 fault = str(error)
             else:
-                if found == extent.xxh3:
+                different = _differs(extent, found)
+                if different is None:
                     return None
-                fault = f"checksum {found}, the manifest says {extent.xxh3}"
+                fault = different
             file = folder / names[extent.file]
             return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
 
