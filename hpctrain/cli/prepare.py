@@ -76,7 +76,12 @@ def prepare(job: Job, directory: Path, machine: Machine | None = None) -> Prepar
     from hpctrain.spec.resolve import check
 
     machine = machine or find_machine(job, directory)
-    resolved = resolve(job, _Site(devices(machine)), directory)
+    site = _Site(devices(machine))
+    if job.spec.parallel.layout == "auto":
+        from hpctrain.plan.auto import chosen
+
+        job = chosen(job, machine, site, directory)
+    resolved = resolve(job, site, directory)
     check(resolved)
     check_pipeline(resolved)
     ranks_per_node = resolved.spec.ranks_per_node

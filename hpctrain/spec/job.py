@@ -241,6 +241,13 @@ class PipelineScheduleSpec(Section):
 class ParallelSpec(Section):
     """How the ranks share the work; the product of the axes is the number of ranks."""
 
+    scalar_key: ClassVar[str | None] = "layout"
+
+    layout: Annotated[Literal["given", "auto"], Plain] = Field(
+        "given",
+        description="given: the keys below say it. auto: the planner takes the fastest layout "
+        "that fits; keys that you give beside it stay as they are.",
+    )
     tensor: Count = Field(
         1, description="Ranks that share each layer (heads, channels, vocabulary)."
     )
@@ -544,6 +551,23 @@ class PartnerLevelSpec(Section):
     )
 
 
+class ParityLevelSpec(Section):
+    """Parity over sets of nodes: survives the loss of a node of each set, in less room."""
+
+    every: OptionalCount = Field(None, description="Steps between them. [none are taken]")
+    keep: Count = Field(1, description="Newest ones kept.")
+    nodes: Annotated[Count, Field(ge=2)] = Field(
+        8,
+        description="Nodes of a set. Beside its own share a node keeps a share's size divided by "
+        "one less than that.",
+    )
+    path: AbsolutePath = Field(
+        None,
+        description="A directory that each node has for itself. [checkpoint.node.path, else "
+        "checkpoint.memory.path]",
+    )
+
+
 class CheckpointSpec(Section):
     """When and where training state is saved."""
 
@@ -594,6 +618,9 @@ class CheckpointSpec(Section):
     )
     partner: PartnerLevelSpec = Field(
         default_factory=lambda: PartnerLevelSpec(), description="Level on a partner node."
+    )
+    parity: ParityLevelSpec = Field(
+        default_factory=lambda: ParityLevelSpec(), description="Level over sets of nodes."
     )
 
 
