@@ -71,6 +71,7 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
             (activations, activations) if axis in ("tp", "cp", "pp") else (parameters, gradients)
         )
         links[axis] = _group(wires, group, kept, summed)
+    across = work.platform.network_bandwidth(strides["pp"]) * wires.network
     table = {
         "block": [block.forward.total - block.forward.communication, inputs, block.weights],
         "head": head,
@@ -79,7 +80,7 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
         "step": work.values.step_seconds,
         "links": links,
         "near": [wires.hop, activations / (work.platform.peer_bandwidth * wires.link)],
-        "far": [2.0 * wires.hop, activations / (work.platform.nic_bandwidth * wires.network)],
+        "far": [2.0 * wires.hop, activations / across],
     }
     slower = spec.slower
     if slower is None:

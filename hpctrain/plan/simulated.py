@@ -128,6 +128,6 @@ def _transfers(
         moved /= layout.tp
     stride, per_node = strategy.strides()["pp"], platform.node_devices
     near = wires.hop + moved / (platform.peer_bandwidth * wires.link)
-    far = 2.0 * wires.hop + moved / (platform.nic_bandwidth * wires.network)
+    far = 2.0 * wires.hop + moved / (platform.network_bandwidth(stride) * wires.network)
     nodes = [rank * stride // per_node for rank in range(layout.pp)]
     return tuple(tuple(near if a == b else far for b in nodes) for a in nodes)

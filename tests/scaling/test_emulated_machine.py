@@ -79,7 +79,7 @@ def test_the_table_holds_the_planners_numbers():
     bytes_small = 4 * small.data.sequence_length * small.model.hidden
     whole = 2 * 2048 * 6144
     fixed, each = again["near"]
-    assert fixed + each * bytes_small == pytest.approx(model.wires.send(whole, 2, 1))
+    assert fixed + each * bytes_small == pytest.approx(model.wires.exchange(whole, 2, 1) / 2)
 
 
 def test_the_small_model_keeps_layers_and_cut():
