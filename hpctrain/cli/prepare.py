@@ -62,7 +62,12 @@ def prepare(job: Job, directory: Path) -> Prepared:
 
     name = job.spec.machine
     machine = get_machine(directory / name if "/" in name else name)
-    resolved = resolve(job, _Site(_devices(machine)), directory)
+    site = _Site(_devices(machine))
+    if job.spec.parallel.layout == "auto":
+        from hpctrain.plan.auto import chosen
+
+        job = chosen(job, machine, site, directory)
+    resolved = resolve(job, site, directory)
     check(resolved)
     check_pipeline(resolved)
     ranks_per_node = resolved.spec.ranks_per_node

@@ -231,6 +231,13 @@ class PipelineScheduleSpec(Section):
 class ParallelSpec(Section):
     """How the ranks share the work; the product of the axes is the number of ranks."""
 
+    scalar_key: ClassVar[str | None] = "layout"
+
+    layout: Annotated[Literal["given", "auto"], Plain] = Field(
+        "given",
+        description="given: the keys below say it. auto: the planner takes the fastest layout "
+        "that fits; keys that you give beside it stay as they are.",
+    )
     tensor: Count = Field(
         1, description="Ranks that share each layer (heads, channels, vocabulary)."
     )

@@ -36,6 +36,8 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
         ImpossibleError: numbers that do not divide.
     """
     spec = job.spec
+    if spec.parallel.layout == "auto":
+        raise _impossible(job, "parallel.layout", "auto was not worked out: the planner does that")
     values: dict[str, Any] = {}
     ranks_per_node = spec.ranks_per_node
     if ranks_per_node == "auto":
