@@ -56,23 +56,32 @@ def submit(
     # Slurm ends a job with 0:53 and no word where the directory of its log is missing.
     run.logs.mkdir(parents=True, exist_ok=True)
     run.stop_file.unlink(missing_ok=True)
-    _write(run.script, script)
+    write_script(run.script, script)
     submitted = client.submit(run.script, directory=directory)
+    cluster = submitted.cluster or client.cluster()
+    launch = add_launch(run, spec, submitted.job_id, cluster, restore=restore)
+    return Submission(launch, submitted.warnings)
+
+
+def add_launch(
+    run: RunDir, spec: JobSpec, job_id: str, cluster: str, *, restore: int = -1
+) -> LaunchRecord:
+    """Write down that Slurm has a run: ``12345``, or ``12345_7`` for a task of an array."""
     launch = LaunchRecord(
         attempt=len(run.read_launches()),
         launcher="slurm",
         submitted=time.time(),
         world_size=world_size(spec),
-        job_id=submitted.job_id,
+        job_id=job_id,
         host=socket.gethostname(),
-        cluster=submitted.cluster or client.cluster(),
+        cluster=cluster,
         restore=restore,
     )
     run.add_launch(launch)
-    return Submission(launch, submitted.warnings)
+    return launch
 
 
-def _write(path: Path, script: str) -> None:
+def write_script(path: Path, script: str) -> None:
     """Readable by the user only: a job's variables may be secrets."""
     data = script.encode("utf-8", "surrogateescape")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -86,6 +86,9 @@ UNITS = {
     "checkpoint.node.keep": "checkpoints",
     "checkpoint.partner.every": "steps",
     "checkpoint.partner.keep": "checkpoints",
+    "checkpoint.parity.every": "steps",
+    "checkpoint.parity.keep": "checkpoints",
+    "checkpoint.parity.nodes": "nodes",
     "slurm.cpus_per_task": "cores",
 }
 """What a count counts; sizes and times have their unit from their type, and all counts of

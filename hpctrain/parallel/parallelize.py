@@ -27,8 +27,15 @@ from hpctrain.model.init import init_parameters
 from hpctrain.model.moe_experts import Experts
 from hpctrain.model.transformer import Transformer, next_token_loss
 from hpctrain.parallel.context import context_groups, share_sequence
-from hpctrain.parallel.data import REPLICA_AXES, SHARD_AXES, SHARDS, replicate, shard
-from hpctrain.parallel.emulate import emulate
+from hpctrain.parallel.data import (
+    REPLICA_AXES,
+    SHARD_AXES,
+    SHARDS,
+    replicate,
+    shard,
+    through_dispatcher,
+)
+from hpctrain.parallel.emulate import Passes, emulate
 from hpctrain.parallel.expert import (
     Place,
     cut_experts,
@@ -61,18 +68,21 @@ if TYPE_CHECKING:
     from hpctrain.spec.job import JobSpec
 
 
-def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
+def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = None) -> ParallelModel:
     """The model of a job as this rank holds and calls it; float32, initialised.
 
     Args:
         spec: resolved job.
         context: of this rank.
+        passes: seconds that an emulated machine gives each block.
 
     Raises:
         UsageError: the user's model cannot be built, or its plan does not fit it.
         ImpossibleError: a layer or the model cannot be cut so.
     """
     schedule = plan_pipeline(spec)
+    if spec.parallel.emulate:
+        passes = Passes(spec.parallel.emulate, spec.parallel.emulate, spec.parallel.emulate)
     store = WeightGrads() if schedule is not None and schedule.split_backward else None
     group = _tensor_group(spec, context, store)
     contexts = context_groups(spec, context)
@@ -120,8 +130,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
             for experts in module.modules():
                 if isinstance(experts, Experts):
                     experts.deferral = store
-        if spec.parallel.emulate:
-            emulate(module, spec.parallel.emulate, store)
+        if passes is not None:
+            emulate(module, passes, store)
         recompute(module, spec.parallel.recompute, own=own)
     sharded = spec.parallel.fsdp
     modules = [_shard(m, spec, context, folded) if sharded else m for m in stages.modules]
@@ -140,6 +150,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
         replicated = replicate(modules[0], copies.group, ignored)
         replicate_in_levels(replicated, context.communicators.prepare(*REPLICA_AXES))
         parallel.chunks[0] = replicated
+        if context.communicators.counter.links is not None:
+            through_dispatcher(replicated)
     parallel.token_loss = token_loss
     parallel.contexts = contexts
     if schedule is not None:

@@ -136,6 +136,8 @@ def activations(work: Workload, plan: Strategy) -> Activations:
     tensors = work.stack.gated_tensors if model.gated else 2
     if plan.stream is None:  # else backward computes the network again, a piece at a time
         inner += ffn * (each * (tensors - 1) + (0.0 if again else half))
+    if again:
+        inner *= 1.0 - work.stack.selective_share  # products that run again leave no output
     if work.on_host:
         # processors' kernels: RMSNorm keeps the normalised input, attention expands key-value
         # heads and its output is copied

@@ -36,6 +36,8 @@ class Trainer:
     checkpointer: Checkpointer
     recorder: Recorder
     stopwatch: StopWatch
+    slower: float = 1.0
+    """How many times slower an emulated machine runs here than its records say."""
     _step_seconds: float = 0.0
 
     def run(self) -> str:
@@ -48,6 +50,7 @@ class Trainer:
         state, train = self.state, self.spec.train
         self.recorder.state("running", state.step)
         self.context.communicators.counter.take()  # what building and restoring have sent
+        self.context.communicators.counter.take_computed()
         while state.step < train.steps:
             stop = self.step()
             last = state.step == train.steps
@@ -80,6 +83,7 @@ class Trainer:
                 hint=f"the last checkpoint is step {self.recorder.durable_step}; resume from it "
                 "with a lower train.lr or more schedule.warmup_steps, or look at the data",
             )
+        counter = self.context.communicators.counter
         if state.step % self.spec.train.log_every == 0 or state.step == self.spec.train.steps:
             self.recorder.step(
                 StepRecord(
@@ -89,15 +93,23 @@ class Trainer:
                     lr=learning_rate(state.step, self.spec.train),
                     grad_norm=grad_norm,
                     tokens=state.tokens,
-                    step_seconds=agreed.seconds,
-                    tokens_per_second=batches.units_per_step / agreed.seconds,
-                    data_seconds=data_seconds,
-                    checkpoint_seconds=self.checkpointer.take_blocked_seconds(),
+                    step_seconds=agreed.seconds / self.slower,
+                    tokens_per_second=batches.units_per_step / agreed.seconds * self.slower,
+                    data_seconds=data_seconds / self.slower,
+                    checkpoint_seconds=self.checkpointer.take_blocked_seconds() / self.slower,
                     memory_bytes=peak_memory(self.context.device),
-                    comm=self.context.communicators.counter.take(),
+                    comm=self._communication(),
+                    compute_seconds=counter.take_computed() / self.slower,
                 )
             )
         return agreed.stop
+
+    def _communication(self) -> dict[str, dict[str, float]]:
+        """What was counted since the last record, in seconds of an emulated machine."""
+        found = self.context.communicators.counter.take()
+        for amounts in found.values():
+            amounts["seconds"] /= self.slower
+        return found
 
     def _checkpoint(self, stop: int, *, wait: bool) -> None:
         state, recorder = self.state, self.recorder
