@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def submit(
     *,
     restore: int = -1,
     directory: Path | None = None,
+    options: Sequence[str] = (),
+    automatic: bool = False,
 ) -> Submission:
     """Write the script, submit it, add the LaunchRecord.
 
@@ -49,6 +52,8 @@ def submit(
         client: talks to Slurm.
         restore: checkpoint step to start from; -1 is the newest good one.
         directory: where the job starts; the present one where not given.
+        options: of sbatch, above those of the script.
+        automatic: it follows an earlier incarnation by itself.
 
     Raises:
         SchedulerError: Slurm refused the job; the run directory holds the script then.
@@ -57,7 +62,7 @@ def submit(
     run.logs.mkdir(parents=True, exist_ok=True)
     run.stop_file.unlink(missing_ok=True)
     _write(run.script, script)
-    submitted = client.submit(run.script, directory=directory)
+    submitted = client.submit(run.script, directory=directory, options=options)
     launch = LaunchRecord(
         attempt=len(run.read_launches()),
         launcher="slurm",
@@ -67,6 +72,7 @@ def submit(
         host=socket.gethostname(),
         cluster=submitted.cluster or client.cluster(),
         restore=restore,
+        automatic=automatic,
     )
     run.add_launch(launch)
     return Submission(launch, submitted.warnings)

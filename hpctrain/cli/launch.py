@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Literal
 from hpctrain.cli import output, provenance, text
 from hpctrain.cli.prepare import Prepared
 from hpctrain.cli.view import FINAL, RunView, look, lost_words
-from hpctrain.errors import Exit, HpctrainError, SchedulerError, UsageError
+from hpctrain.errors import Exit, HpctrainError, ImpossibleError, SchedulerError, UsageError
 from hpctrain.records import RunStatus, StateRecord, write_json
 from hpctrain.rundir import RunDir, safe_name
+from hpctrain.units import format_walltime
 
 if TYPE_CHECKING:
+    from hpctrain.slurm.script import Line
     from hpctrain.spec import JobSpec
 
 Launcher = Literal["local", "slurm"]
@@ -86,6 +88,7 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
     spec = prepared.job.spec
     if launcher == "slurm":
         check_limits(prepared, ask_slurm=True)
+        _check_range(prepared)
     else:
         check_job_env(spec.env)
         LocalLauncher.find(os.environ).command(spec, rank_program(RunDir(Path.cwd())))
@@ -97,6 +100,47 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
         hint = f"make it: hpctrain data tokenize TEXT... -o {path}"
         raise UsageError(problem, hint=hint)
     output.warn(f"{problem} on this host")
+
+
+def _check_range(prepared: Prepared) -> None:
+    """Warn of node counts in the job's range that it cannot use."""
+    from hpctrain.cli.elastic import Given, possible
+
+    job, wanted = prepared.job, prepared.job.spec.slurm.nodes
+    if wanted is None:
+        return
+    _, reasons = possible(Given(job.text, job.file, Path.cwd(), job.overrides), wanted.counts)
+    if reasons:
+        first, why = next(iter(reasons.items()))
+        output.warn(
+            f"slurm.nodes {wanted}: the job cannot use {', '.join(map(str, reasons))} nodes and "
+            f"would leave some idle there; {first}: {why}"
+        )
+
+
+def check_budget(prepared: Prepared, yes: bool) -> None:
+    """Refuse a job that may take more node-hours than it is given, unless told to.
+
+    Raises:
+        ImpossibleError: nodes times walltime is more, or there is no walltime to multiply.
+    """
+    spec = prepared.job.spec
+    most = spec.slurm.max_node_hours
+    if most is None or yes:
+        return
+    nodes = spec.nodes if spec.slurm.nodes is None else spec.slurm.nodes.most
+    locate = prepared.job.locate
+    if spec.slurm.time is None:
+        message = f"{most:g} node-hours at most, and slurm.time does not say how long the job runs"
+        raise ImpossibleError(str(locate("slurm.max_node_hours", message)), hint="or pass --yes")
+    hours = nodes * spec.slurm.time / 3600
+    if hours > most:
+        message = (
+            f"{nodes} node{'s' * (nodes > 1)} for {format_walltime(spec.slurm.time)} are "
+            f"{hours:g} node-hours, {most:g} are allowed; each restart may take as many again"
+        )
+        hint = "submit all the same: --yes"
+        raise ImpossibleError(str(locate("slurm.max_node_hours", message)), hint=hint)
 
 
 def start(run: RunDir, prepared: Prepared, plan: Plan) -> int:
@@ -245,11 +289,21 @@ def print_script(prepared: Prepared, runs: Path, *, ask_slurm: bool) -> None:
 
 
 def _script(run: RunDir, prepared: Prepared) -> str:
-    from hpctrain.launchers import SrunLauncher, mpich_wheel, rank_program
+    from hpctrain.launchers import SrunLauncher, batch_hook, mpich_wheel, rank_program
     from hpctrain.slurm.script import render
 
     srun = SrunLauncher(prepared.machine, mpich_wheel=mpich_wheel(os.environ))
-    return render(prepared.job.spec, run, rank_program(run), srun)
+    return render(prepared.job.spec, run, rank_program(run), srun, batch_hook())
+
+
+def script_lines_of(prepared: Prepared) -> list[Line]:
+    """The lines of the batch script that the job and its machine bring, each with why."""
+    from hpctrain.launchers import SrunLauncher, mpich_wheel, rank_program
+    from hpctrain.slurm.script import script_lines
+
+    run = RunDir(Path("runs").absolute() / f"{safe_name(prepared.job.spec.name)}-dry-run")
+    srun = SrunLauncher(prepared.machine, mpich_wheel=mpich_wheel(os.environ))
+    return script_lines(prepared.job.spec, run, rank_program(run), srun)
 
 
 def check_limits(prepared: Prepared, *, ask_slurm: bool) -> None:

@@ -50,7 +50,15 @@ def rows(view: RunView) -> list[tuple[str, str]]:
     if view.begun and not view.is_final and view.pace.seconds_left is not None:
         found.append(("ETA", format_duration(view.pace.seconds_left)))
     durable = f"step {view.durable_step}" if view.durable_step >= 0 else "none yet"
+    if view.would_lose is not None:
+        durable += f"; a failure now would lose {format_duration(view.would_lose)} of work"
     found.append(("checkpoint", durable))
+    if view.walltime_left is not None:
+        found.append(("walltime", f"{format_duration(view.walltime_left)} left"))
+    if view.restarts:
+        last = view.restarts[-1]
+        words = f"{view.restarted}; last: {last.reason} ({format_duration(age(last.time))} ago)"
+        found.append(("restarts", words))
     if view.launch is not None:
         found.append(("launcher", _launcher(view)))
         found.append(("started", moment(view.launch.submitted)))
@@ -69,7 +77,8 @@ def rows(view: RunView) -> list[tuple[str, str]]:
 def _launcher(view: RunView) -> str:
     launch = view.launch
     assert launch is not None
-    ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
+    count = view.world_size or launch.world_size
+    ranks = f"{count} rank{'s' if count > 1 else ''}"
     attempt = f", attempt {launch.attempt}" if launch.attempt else ""
     if launch.launcher == "slurm":
         state = f" {view.slurm.state}" if view.slurm is not None else ""

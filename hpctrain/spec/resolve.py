@@ -157,6 +157,12 @@ def check(job: Job) -> None:
     tensor = spec.parallel.tensor
     if tensor > 1 and spec.model.module is None:
         _check_tensor(job, tensor)
+    if spec.health.dispersion and (tensor > 1 or spec.parallel.pipeline > 1 or spec.parallel.fsdp):
+        message = (
+            "gradients are compared where each data-parallel rank holds a whole one: without "
+            "tensor and pipeline parallelism, with parallel.sharding none or zero1"
+        )
+        raise _impossible(job, "health.dispersion", message)
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (tensor > 1 or spec.parallel.fsdp):
         key = "parallel.tensor" if tensor > 1 else "parallel.sharding"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import Exit, HpctrainError
+from hpctrain.errors import Exit, HpctrainError, ImpossibleError
 from hpctrain.layout import RankGrid
 from hpctrain.records import LaunchRecord, read_json
 from hpctrain.rundir import RunDir
@@ -67,6 +67,8 @@ def _train(
 
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
+    from hpctrain.health.monitor import Monitor
+    from hpctrain.health.profile import differences
     from hpctrain.parallel.optimizer import make_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.train.checkpointing import Checkpointer
@@ -86,6 +88,9 @@ def _train(
         tensorboard=spec.train.tensorboard,
     )
     recorder.state("starting", 0)
+    monitor = Monitor(run, spec, context, launch.attempt, recorder.event)
+    for difference in differences(spec, context):
+        recorder.event("warning", difference)
     source = open_source(spec)
     seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
     model = parallelize(spec, context)
@@ -94,6 +99,14 @@ def _train(
     state = TrainState(model, optimizer)
     root = Path(spec.checkpoint.path) if spec.checkpoint.path else run.checkpoints
     checkpointer = Checkpointer(root, spec, context)
+    found = monitor.preflight(*_planned(root, spec, state, context))
+    if found is not None and (reason := _grounds(found, spec)):
+        recorder.state("stopped", max(0, recorder.durable_step), reason)
+        recorder.event("stopped", reason)
+        monitor.close()
+        recorder.close()
+        shut_down(context)
+        return Exit.STOPPED
     checkpointer.restore(state, launch.restore, recorder)
     checkpointer.guard(state)
     progress["step"] = state.step
@@ -114,11 +127,13 @@ def _train(
         checkpointer=checkpointer,
         recorder=recorder,
         stopwatch=stopwatch,
+        monitor=monitor,
     )
     try:
         reason = trainer.run()
     finally:
         progress["step"] = state.step
+    monitor.mark("checkpoint")
     checkpointer.close(state.step, recorder.durable_step)
     batches.close()
     if reason:
@@ -128,8 +143,38 @@ def _train(
         recorder.state("finished", state.step)
         recorder.event("finished", f"all {state.step} steps", step=state.step)
     recorder.close()
+    monitor.close()
     shut_down(context)
     return Exit.STOPPED if reason else Exit.OK
+
+
+def _planned(root: Path, spec: Any, state: Any, context: Any) -> tuple[list[Path], int]:
+    """Directories that checkpoints go to, and the bytes that the job keeps in the first one."""
+    paths = [root]
+    paths += [Path(one.path) for one in (spec.checkpoint.node, spec.checkpoint.partner)
+              if one.every is not None and one.path is not None]  # fmt: skip
+    own = sum(p.numel() for p in state.model.parameters())
+    # Weights and two moments in fp32; each data-parallel rank holds a whole one or its part.
+    whole = context.comm.allreduce(own) / (1 if spec.parallel.fsdp else context.size("dp"))
+    return paths, int(12 * whole) * (spec.checkpoint.keep + 1)
+
+
+def _grounds(found: Any, spec: Any) -> str:
+    """Why the job must not start on these nodes; empty where it may.
+
+    Raises:
+        ImpossibleError: what no other nodes would mend, or the job does not want others.
+    """
+    problems = [f"{node.name}: {one}" for node in found.nodes for one in node.problems]
+    if found.bad_nodes and spec.health.exclude_bad_nodes:
+        return f"preflight: bad nodes {', '.join(found.bad_nodes)}: {'; '.join(found.findings)}"
+    if problems:
+        raise ImpossibleError(
+            "preflight: " + "; ".join(problems),
+            hint="health.exclude_bad_nodes: true goes on without such nodes where others are well; "
+            "health.preflight: false starts all the same",
+        )
+    return ""
 
 
 def _launch(comm: Any, run: RunDir) -> LaunchRecord:

@@ -1,0 +1,78 @@
+"""A loss that goes wrong where a test wants it to: once a fault, on one rank, at one step.
+
+``FAULTS`` holds ``step:rank:fault`` entries, for example ``7:1:raise,12:0:exit``; ``PACE`` the
+seconds that every step takes at least.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hpctrain.model.transformer import next_token_loss
+from hpctrain.rundir import RunDir
+
+_calls = [0]
+
+
+def loss(model, batch, micro_batches=1):
+    if _calls[0] % micro_batches == 0:
+        time.sleep(float(os.environ.get("PACE", "0")))
+    _calls[0] += 1
+    for entry in filter(None, os.environ.get("FAULTS", "").split(",")):
+        step, rank, fault = entry.split(":")
+        if int(rank) == dist.get_rank() and _first_time(int(step), entry):
+            _go_wrong(fault, model)
+    return next_token_loss(model(batch[0]), batch[1])
+
+
+def _first_time(step: int, entry: str) -> bool:
+    """Whether the run is at ``step`` and this fault has not happened in it."""
+    run = Path(sys.argv[-1])
+    last = RunDir(run).last_step()
+    if step > (0 if last is None else last.step):
+        return False
+    try:
+        (run / f"fault-{entry}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _go_wrong(fault: str, model) -> None:
+    if fault == "raise":
+        raise RuntimeError("node on fire")
+    if fault == "typo":
+        raise NameError("name 'lr' is not defined")
+    if fault == "exit":
+        sys.exit(3)
+    if fault == "leave":
+        os._exit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sleep":
+        sleep_for_ever()
+    if fault == "signal":
+        os.kill(os.getpid(), signal.SIGUSR2)
+    if fault == "signals":  # and again while the checkpoint is being written
+        os.kill(os.getpid(), signal.SIGUSR1)
+        threading.Thread(target=_again, daemon=True).start()
+    if fault == "skip":  # the gradients' all-reduce, which the other ranks wait in
+        model.require_backward_grad_sync = False
+
+
+def _again() -> None:
+    for _ in range(60):
+        time.sleep(0.03)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(1.0)
