@@ -61,7 +61,7 @@ def submit(
     # Slurm ends a job with 0:53 and no word where the directory of its log is missing.
     run.logs.mkdir(parents=True, exist_ok=True)
     run.stop_file.unlink(missing_ok=True)
-    _write(run.script, script)
+    write_script(run.script, script)
     submitted = client.submit(run.script, directory=directory, options=options)
     launch = LaunchRecord(
         attempt=len(run.read_launches()),
@@ -78,7 +78,7 @@ def submit(
     return Submission(launch, submitted.warnings)
 
 
-def _write(path: Path, script: str) -> None:
+def write_script(path: Path, script: str) -> None:
     """Readable by the user only: a job's variables may be secrets."""
     data = script.encode("utf-8", "surrogateescape")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

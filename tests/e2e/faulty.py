@@ -1,7 +1,8 @@
 """A loss that goes wrong where a test wants it to: once a fault, on one rank, at one step.
 
 ``FAULTS`` holds ``step:rank:fault`` entries, for example ``7:1:raise,12:0:exit``; ``PACE`` the
-seconds that every step takes at least.
+seconds that every call takes at least; ``SLEEPY`` a rank that takes 50 ms longer than the others,
+``NOISY`` one whose loss, and with it its gradient, is twenty times too large.
 """
 
 import os
@@ -27,7 +28,10 @@ def loss(model, batch, micro_batches=1):
         step, rank, fault = entry.split(":")
         if int(rank) == dist.get_rank() and _first_time(int(step), entry):
             _go_wrong(fault, model)
-    return next_token_loss(model(batch[0]), batch[1])
+    if os.environ.get("SLEEPY") == str(dist.get_rank()):
+        time.sleep(0.05)
+    found = next_token_loss(model(batch[0]), batch[1])
+    return 20 * found if os.environ.get("NOISY") == str(dist.get_rank()) else found
 
 
 def _first_time(step: int, entry: str) -> bool:

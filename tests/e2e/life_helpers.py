@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pydoc_data.topics
 import shutil
 import subprocess
 import sys
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from hpctrain.io.corpus import open_sources, tokenize
-from hpctrain.io.encoders import ByteEncoder
 from hpctrain.rundir import RunDir
 from hpctrain.testing.slurm import SlurmCluster
 
@@ -31,13 +28,6 @@ train: {{steps: {STEPS}, global_batch: 8, micro_batch: 4, lr: 1e-2, loss: "fault
 checkpoint: {{every: 5}}
 slurm: {{time: 5m, margin: 30s, cpus_per_task: 1, sbatch_options: ["--exclude=node[5-8]"]}}
 """
-
-
-def make_tokens(folder: Path) -> Path:
-    (folder / "text.txt").write_text("".join(pydoc_data.topics.topics.values())[:20_000])
-    sources = open_sources([folder / "text.txt"], "text", "text")
-    tokenize(sources, folder / "tokens.h5", ByteEncoder())
-    return folder / "tokens.h5"
 
 
 class Life:

@@ -7,21 +7,45 @@ use them.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from life_helpers import JOB, STEPS, Life, make_tokens
+from life_helpers import JOB, STEPS, Life
+from life_tokens import make_tokens
 
+from hpctrain.cli.launch import create
+from hpctrain.cli.prepare import prepare
+from hpctrain.launchers import SrunLauncher, batch_hook, rank_program
+from hpctrain.records import read_json, write_json
+from hpctrain.slurm import SlurmClient, render
+from hpctrain.slurm.array import submit_array
+from hpctrain.spec import read_job
 from hpctrain.testing.slurm import SlurmCluster, unavailable
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+SLOWED = """\
+name: slowed
+nodes: 3
+ranks_per_node: 1
+model: {module: "slowed:build"}
+data: {path: tokens.h5, sequence_length: 16}
+train: {steps: 3, global_batch: 6, lr: 1e-2}
+slurm: {time: 5m, margin: 30s, cpus_per_task: 1, partition: slowed}
+health: {preflight: true, exclude_bad_nodes: true, bad_below: 0.4}
+env: {SLOW_NODE: node12}
+"""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
     if (reason := unavailable()) is not None:
         pytest.skip(f"no Slurm cluster here: {reason}")
-    with SlurmCluster(nodes=8, cpus=2, env={"OMP_NUM_THREADS": "1"}) as started:
+    more = "PartitionName=elastic Nodes=node[9-10] MaxTime=60 DefaultTime=10 PriorityTier=10"
+    with SlurmCluster(nodes=10, cpus=1, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
         yield started
 
 
@@ -34,7 +58,8 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     def life(name: str, *sets: str, job: str = JOB) -> Life:
         return Life(cluster, folder / name, tokens, job).submit(*sets)
 
-    return {
+    found = {
+        **array(cluster, folder, tokens),
         "outside": life(
             "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4]"]',
             "env.PACE=0.25",
@@ -45,7 +70,53 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
         "straight": life("straight"),
         "at once": life("at-once", "env.FAULTS=0:1:raise,0:0:raise,0:1:leave"),
         "typo": life("typo", "env.FAULTS=7:1:typo"),
+        "successors": life(
+            "successors", "slurm.requeue=false", "env.FAULTS=7:1:raise,15:0:signal"
+        ),
+        "walltime": life(
+            "walltime", "slurm.time=1m", "slurm.margin=35s", "env.PACE=0.5",
+        ),
+        "read-only": life(
+            "read-only", "checkpoint.path=/proc/checkpoints", "health.preflight=true",
+        ),
+        "hang": life(
+            "hang", "env.FAULTS=9:1:freeze", "health.hang_after=4",
+        ),
+        "cancelled": life("cancelled", "env.PACE=0.3"),
+        "elastic": life(
+            "elastic", "slurm.nodes=1-2", "slurm.partition=elastic", "env.FAULTS=9:0:raise",
+            "slurm.sbatch_options=[]", "train.micro_batch=auto", "env.PACE=0.3",
+        ),
     }  # fmt: skip
+    slowed = found["slow node"] = Life(cluster, folder / "slowed", tokens, SLOWED)
+    shutil.copy(Path(__file__).with_name("slowed.py"), slowed.folder)
+    slowed.submit()
+    # Takes one of the two nodes of the elastic job while that waits for its restart.
+    elastic = int(found["elastic"].run.read_launches()[0].job_id)
+    cluster.wait_job(elastic, "RUNNING", timeout=60)
+    cluster.submit(
+        "#!/bin/bash\nsleep 40\n", "-pelastic", "--nodelist=node10", "-n1", "-o/dev/null"
+    )
+    return found
+
+
+def array(cluster: SlurmCluster, folder: Path, tokens: Path) -> dict[str, Life]:
+    """Three runs as the tasks of one job."""
+    lives = {f"task {n}": Life(cluster, folder / f"task{n}", tokens) for n in range(3)}
+    client = SlurmClient(cluster.env)
+    specs, runs, scripts = [], [], []
+    for life in lives.values():
+        job = read_job(str(life.folder / "job.yaml"), ["env.PACE=0.1"])
+        prepared = prepare(job, life.folder)
+        run = create(prepared, life.folder / "runs", ["test"])
+        specs.append(prepared.job.spec)
+        runs.append(run)
+        srun = SrunLauncher(prepared.machine, mpich_wheel=True)
+        scripts.append(render(specs[-1], run, rank_program(run), srun, batch_hook()))
+        origin = read_json(run.provenance) or {}
+        write_json(run.provenance, origin | {"import_paths": [str(life.folder)]})
+    submit_array(specs, runs, scripts, client)
+    return lives
 
 
 def test_a_run_that_nobody_disturbs_leaves_no_ledger(lives: dict[str, Life]) -> None:
@@ -67,7 +138,7 @@ def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
     life.reaches(14)
     nodes = cluster.job(int(launch.job_id)).nodes
     urgent = cluster.submit(
-        "#!/bin/bash\nsleep 1\n", "-purgent", f"--nodelist={nodes}", "-N2", "-n4", "-o/dev/null"
+        "#!/bin/bash\nsleep 1\n", "-purgent", f"--nodelist={nodes}", "-N2", "-n2", "-o/dev/null"
     )
     cluster.wait_job(urgent, "COMPLETED", timeout=60)
     life.reaches(22)
@@ -122,3 +193,110 @@ def test_an_error_of_the_code_is_not_tried_again(lives: dict[str, Life]) -> None
     assert "NameError" in status["reason"]
     assert [one.action for one in life.run.read_restarts()] == ["stop"]
     assert len(life.run.read_launches()) == 1
+
+
+def test_an_array_in_which_the_last_task_alone_is_signalled(
+    cluster: SlurmCluster, lives: dict[str, Life]
+) -> None:
+    """The number of the last task's job is that of the array: requeued by it, all would be."""
+    tasks = [lives[f"task {number}"] for number in range(3)]
+    tasks[2].reaches(7)
+    last = tasks[2].run.read_launches()[0].job_id
+    cluster.run("scancel", "--batch", "--signal=USR1", last)
+    for task in tasks:
+        task.ends("finished")
+        assert task.curve() == lives["straight"].curve()
+    assert [task.whys() for task in tasks] == [[], [], ["walltime"]]
+    assert [one.job_id for one in tasks[2].run.read_launches()] == [last, last]
+
+
+def test_where_requeue_is_off_successors_follow(lives: dict[str, Life]) -> None:
+    life = lives["successors"]
+    life.ends("finished")
+    assert life.curve() == lives["straight"].curve()
+    launches, restarts = life.run.read_launches(), life.run.read_restarts()
+    assert [one.action for one in restarts] == ["successor"] * 2
+    assert [one.job_id for one in launches] == [
+        restarts[0].job_id, restarts[0].next_job_id, restarts[1].next_job_id,
+    ]  # fmt: skip
+    assert len({one.job_id for one in launches}) == 3
+    assert [one.automatic for one in launches] == [False, True, True]
+
+
+def test_a_short_walltime_takes_several_jobs(lives: dict[str, Life]) -> None:
+    """A minute of walltime of which 35 s are margin, and steps that take longer than the rest."""
+    life = lives["walltime"]
+    life.ends("finished")
+    whys = life.whys()
+    assert whys
+    assert set(whys) == {"walltime"}
+    assert life.curve() == lives["straight"].curve()
+    assert all(one.from_step == one.step for one in life.run.read_restarts())
+
+
+def test_scancel_ends_a_run_with_a_checkpoint(
+    cluster: SlurmCluster, lives: dict[str, Life]
+) -> None:
+    life = lives["cancelled"]
+    life.reaches(6)
+    (launch,) = life.run.read_launches()
+    cluster.run("scancel", launch.job_id)
+    status = life.ends("stopped", "cancelled")
+    assert status["durable_step"] == status["step"] >= 6
+    (restart,) = life.run.read_restarts()
+    assert (restart.action, restart.why) == ("stop", "signal")
+    assert "scancel" in restart.reason
+    life.call("resume", life.run.id, "--set", "env.PACE=0")
+    life.ends("finished")
+    assert life.curve() == lives["straight"].curve()
+
+
+def test_a_range_of_nodes_follows_what_there_is(lives: dict[str, Life]) -> None:
+    """One or two nodes of a partition of two, one of which another job takes meanwhile."""
+    life = lives["elastic"]
+    life.ends("finished")
+    (told,) = [event for event in life.run.read_events() if event.kind == "elastic"]
+    assert told.message == (
+        "1 nodes now, 2 before: global batch 8 in 2 micro-batches of 4 on 1 data-parallel ranks; "
+        "learning rate and order of samples as before"
+    )
+    assert [one.world_size for one in life.run.read_launches()] == [2, 1]
+    for (step, loss, norm), (step_, loss_, norm_) in zip(
+        life.curve(), lives["straight"].curve(), strict=True
+    ):
+        assert step == step_
+        assert loss == pytest.approx(loss_, abs=1e-4)
+        assert norm == pytest.approx(norm_, rel=1e-3)
+
+
+def test_a_node_slowed_on_purpose_is_found_and_left_out(lives: dict[str, Life]) -> None:
+    life = lives["slow node"]
+    life.ends("finished")
+    (told,) = [e for e in life.run.read_events() if e.kind == "ended"]
+    assert "preflight: bad nodes node12: node12: computes at" in told.message
+    (restart,) = life.run.read_restarts()
+    assert (restart.why, restart.action, restart.excluded) == ("bad_nodes", "successor", ["node12"])
+    first, second = [e for e in life.run.read_events() if e.kind == "job"]
+    assert (first.data["nodes"], second.data["nodes"]) == ("node[11-13]", "node[11,13-14]")
+    seconds = [e.data["seconds"] for e in life.run.read_events() if e.kind == "preflight"]
+    assert all(one < 20 for one in seconds)
+
+
+def test_a_path_that_cannot_be_written_is_named(lives: dict[str, Life]) -> None:
+    life = lives["read-only"]
+    status = life.ends("failed")
+    assert status["exit_code"] == 3
+    assert "/proc/checkpoints: " in status["reason"]
+    assert [one.action for one in life.run.read_restarts()] == ["stop"]
+    assert not list(life.run.read_steps())
+
+
+def test_a_rank_that_is_stopped_is_found_and_the_run_goes_on(lives: dict[str, Life]) -> None:
+    life = lives["hang"]
+    life.ends("finished")
+    assert life.whys() == ["hang"]
+    (restart,) = life.run.read_restarts()
+    assert "rank 1 on node" in restart.reason
+    assert "does not answer" in restart.reason
+    assert restart.time - max(s.time for s in life.run.read_steps() if s.time < restart.time) < 30
+    assert life.curve() == lives["straight"].curve()

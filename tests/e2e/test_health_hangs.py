@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import pydoc_data.topics
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from life_tokens import make_tokens
 
 from hpctrain.health.heartbeat import read_heartbeats
-from hpctrain.io.corpus import open_sources, tokenize
-from hpctrain.io.encoders import ByteEncoder
 from hpctrain.rundir import RunDir
 from hpctrain.testing.jobs import make_run, start_run
 from hpctrain.testing.ranks import unavailable
@@ -37,10 +35,8 @@ FAULTS = ("sleep", "skip", "freeze")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hangs")
-    (folder / "text.txt").write_text("".join(pydoc_data.topics.topics.values())[:20_000])
-    sources = open_sources([folder / "text.txt"], "text", "text")
-    tokenize(sources, folder / "tokens.h5", ByteEncoder())
-    shutil.copy(Path(__file__).parents[1] / "e2e" / "faulty.py", folder)
+    make_tokens(folder)
+    shutil.copy(Path(__file__).with_name("faulty.py"), folder)
     return folder
 
 
