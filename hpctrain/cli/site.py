@@ -37,7 +37,7 @@ def list_(as_json: bool) -> None:
     """A line a machine; `doubtful` counts its values of low confidence."""
     from hpctrain.machine import get_machine, machine_names
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in machine_names():
         machine = get_machine(name)
         rows.append(

@@ -44,8 +44,11 @@ env: {SLOW_NODE: node12}
 def cluster() -> Iterator[SlurmCluster]:
     if (reason := unavailable()) is not None:
         pytest.skip(f"no Slurm cluster here: {reason}")
-    more = "PartitionName=elastic Nodes=node[9-10] MaxTime=60 DefaultTime=10 PriorityTier=10"
-    with SlurmCluster(nodes=10, cpus=1, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
+    more = "\n".join(
+        f"PartitionName={name} Nodes=node[{nodes}] MaxTime=60 DefaultTime=10 PriorityTier=10"
+        for name, nodes in (("elastic", "9-10"), ("slowed", "11-14"))
+    )
+    with SlurmCluster(nodes=14, cpus=1, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
         yield started
 
 
