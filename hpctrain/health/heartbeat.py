@@ -66,6 +66,10 @@ class Heartbeat:
         folder = _SHARED if os.access(_SHARED, os.W_OK) else run.health
         self.path = folder / f"hpctrain-{os.getuid()}-{key}-{attempt}-node{node}"
         self._offset = self.mates.index(rank) * _SIZE
+        if self.leads:  # incarnations that were killed have left theirs
+            for old in folder.glob(f"hpctrain-{os.getuid()}-{key}-*-node{node}"):
+                if old != self.path:
+                    old.unlink(missing_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             size = _SIZE * len(self.mates)
