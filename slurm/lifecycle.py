@@ -89,7 +89,8 @@ def ended(
         return _failed(failures[0])
     if code == Exit.STOPPED:
         return Ended("signal", "asked to stop before the ranks had begun")
-    return Ended("rank_failure", f"the ranks wrote no end, srun left with {code}{_signal(code)}")
+    words = f"the ranks wrote no end and left with {code}{_signal(code)}: see logs/job.log"
+    return Ended("rank_failure", words)
 
 
 def _by_slurm(job: JobNow, restart: int) -> Ended | None:

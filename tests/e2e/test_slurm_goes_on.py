@@ -8,11 +8,13 @@ use them.
 from __future__ import annotations
 
 import shutil
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from life_helpers import JOB, STEPS, Life
+from life_helpers import HPCTRAIN, JOB, STEPS, Life
 from life_tokens import make_tokens
 
 from hpctrain.cli.launch import create
@@ -46,9 +48,9 @@ def cluster() -> Iterator[SlurmCluster]:
         pytest.skip(f"no Slurm cluster here: {reason}")
     more = "\n".join(
         f"PartitionName={name} Nodes=node[{nodes}] MaxTime=60 DefaultTime=10 PriorityTier=10"
-        for name, nodes in (("elastic", "9-10"), ("slowed", "11-14"))
+        for name, nodes in (("elastic", "9-10"), ("slowed", "11-14"), ("wide", "15"))
     )
-    with SlurmCluster(nodes=14, cpus=1, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
+    with SlurmCluster(nodes=15, cpus=2, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
         yield started
 
 
@@ -64,7 +66,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     found = {
         **array(cluster, folder, tokens),
         "outside": life(
-            "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4]"]',
+            "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4,9-15]"]',
             "env.PACE=0.25",
         ),
         "inside": life(
@@ -91,6 +93,12 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
             "slurm.sbatch_options=[]", "train.micro_batch=auto", "env.PACE=0.3",
         ),
     }  # fmt: skip
+    packed = found["packed"] = Life(cluster, folder / "packed", tokens)
+    archive = pack_environment(packed.folder)
+    packed.submit(
+        "nodes=1", "ranks_per_node=2", f"python_env.archive={archive}", "train.steps=3",
+        f"python_env.path={packed.folder}/local", "slurm.sbatch_options=[]", "slurm.partition=wide",
+    )  # fmt: skip
     slowed = found["slow node"] = Life(cluster, folder / "slowed", tokens, SLOWED)
     shutil.copy(Path(__file__).with_name("slowed.py"), slowed.folder)
     slowed.submit()
@@ -98,7 +106,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     elastic = int(found["elastic"].run.read_launches()[0].job_id)
     cluster.wait_job(elastic, "RUNNING", timeout=60)
     cluster.submit(
-        "#!/bin/bash\nsleep 40\n", "-pelastic", "--nodelist=node10", "-n1", "-o/dev/null"
+        "#!/bin/bash\nsleep 40\n", "-pelastic", "--nodelist=node10", "--exclusive", "-o/dev/null"
     )
     return found
 
@@ -122,6 +130,28 @@ def array(cluster: SlurmCluster, folder: Path, tokens: Path) -> dict[str, Life]:
     return lives
 
 
+def pack_environment(folder: Path) -> Path:
+    """A relocatable environment as small as can be: its python is the one that tests."""
+    binaries = folder / "pack" / "bin"
+    binaries.mkdir(parents=True)
+    python = binaries / "python"
+    python.write_text(f'#!/bin/sh\necho "from $0" >> {folder}/ran\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    shutil.copy(HPCTRAIN, binaries / "hpctrain")
+    with tarfile.open(folder / "env.tar.gz", "w:gz") as archive:
+        archive.add(binaries, "bin")
+    return folder / "env.tar.gz"
+
+
+def test_ranks_run_from_an_environment_that_was_sent_to_the_node(lives: dict[str, Life]) -> None:
+    life = lives["packed"]
+    life.ends("finished")
+    ran = (life.folder / "ran").read_text().splitlines()
+    job = life.run.read_launches()[0].job_id
+    assert ran == [f"from {life.folder}/local/hpctrain-env-{job}/bin/python"] * 2
+    assert not list((life.folder / "local").glob("*.tar.gz"))
+
+
 def test_a_run_that_nobody_disturbs_leaves_no_ledger(lives: dict[str, Life]) -> None:
     straight = lives["straight"]
     assert straight.ends("finished")["step"] == STEPS
@@ -141,7 +171,12 @@ def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
     life.reaches(14)
     nodes = cluster.job(int(launch.job_id)).nodes
     urgent = cluster.submit(
-        "#!/bin/bash\nsleep 1\n", "-purgent", f"--nodelist={nodes}", "-N2", "-n2", "-o/dev/null"
+        "#!/bin/bash\nsleep 1\n",
+        "-purgent",
+        f"--nodelist={nodes}",
+        "-N2",
+        "--exclusive",
+        "-o/dev/null",
     )
     cluster.wait_job(urgent, "COMPLETED", timeout=60)
     life.reaches(22)

@@ -82,9 +82,15 @@ def golden_scripts() -> dict[str, str]:
         env=HOSTILE_ENV,
     )  # fmt: skip
     plain = spec_of(machine, name="plain")
+    elastic = {"nodes": "1-2"}
+    env = {"archive": "/project/it's/env.tar.gz", "path": "/local/${USER}"}
+    packed = spec_of(machine, name="packed", slurm=elastic, nodes=2, python_env=env)
+    image = {"image": "/images/a b.sif", "runtime": "apptainer", "binds": ["/scratch", "/a:/b"]}
     odd = RunDir(Path("/runs/100%j $x/it's"))
     return {
         "plain.sbatch": script_of(plain, machine),
+        "packed.sbatch": script_of(packed, machine),
+        "container.sbatch": script_of(spec_of(machine, name="image", container=image), machine),
         "everything.sbatch": script_of(
             everything, machine, odd, ["/opt/my venv/bin/hpctrain", "run", str(odd.root)]
         ),
