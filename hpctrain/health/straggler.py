@@ -114,14 +114,17 @@ def slow_links(rates: Sequence[tuple[str, str, float]], below: float) -> list[st
 
     Args:
         rates: (node, node, bytes/s) of measured pairs.
-        below: part of the median under which a pair is slow.
+        below: part of the median under which a node is slow.
 
     Returns:
-        Nodes all of whose pairs are slow; where only some pairs of a node are, nobody is named.
+        Nodes whose best pair is far below the best pairs of the others. Of two nodes nobody can
+        tell which one is slow.
     """
-    if not rates:
-        return []
-    usual = statistics.median_high(rate for _, _, rate in rates)
     nodes = sorted({name for one, other, _ in rates for name in (one, other)})
-    best = {node: max(rate for one, other, rate in rates if node in (one, other)) for node in nodes}
+    best = {
+        node: max(rate for one, other, rate in rates if node in (one, other)) for node in nodes
+    }
+    if not best:
+        return []
+    usual = statistics.median_high(best.values())
     return [node for node in nodes if best[node] < below * usual]

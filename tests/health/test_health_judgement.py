@@ -60,6 +60,8 @@ def test_the_node_behind_a_slow_link() -> None:
              ("b", "d", fast), ("c", "d", slow)]  # fmt: skip
     assert slow_links(pairs, 0.7) == ["c"]
     assert slow_links([p for p in pairs if "c" not in p], 0.7) == []
+    assert slow_links(pairs[:3], 0.7) == ["c"]
+    assert slow_links(pairs[:1], 0.7) == []
     assert slow_links([], 0.7) == []
 
 
