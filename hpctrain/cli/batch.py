@@ -161,6 +161,8 @@ class Life:
         from hpctrain.slurm.lifecycle import Ended, chain, refusal
 
         restarts = self.run.read_restarts()
+        if self.run.stop_file.exists():
+            return "somebody asked for it"
         if launch is None or any(one.attempt == launch.attempt for one in restarts):
             return None
         state = self._own_state(launch)
@@ -172,8 +174,6 @@ class Life:
             )
         history = chain(self.run.read_launches(), restarts)
         refused = refusal(end, history, self._from_step(), self._most())
-        if self.run.stop_file.exists():
-            refused = "somebody asked for it"
         self._write(launch, end, "stop" if refused else "slurm", self.job_id, refused)
         return refused
 

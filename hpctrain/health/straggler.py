@@ -121,9 +121,7 @@ def slow_links(rates: Sequence[tuple[str, str, float]], below: float) -> list[st
         tell which one is slow.
     """
     nodes = sorted({name for one, other, _ in rates for name in (one, other)})
-    best = {
-        node: max(rate for one, other, rate in rates if node in (one, other)) for node in nodes
-    }
+    best = {node: max(rate for one, other, rate in rates if node in (one, other)) for node in nodes}
     if not best:
         return []
     usual = statistics.median_high(best.values())

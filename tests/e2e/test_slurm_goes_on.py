@@ -20,6 +20,7 @@ from life_tokens import make_tokens
 from hpctrain.cli.launch import create
 from hpctrain.cli.prepare import prepare
 from hpctrain.launchers import SrunLauncher, batch_hook, rank_program
+from hpctrain.machine import load_site
 from hpctrain.records import read_json, write_json
 from hpctrain.slurm import SlurmClient, render
 from hpctrain.slurm.array import submit_array
@@ -31,11 +32,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 SLOWED = """\
 name: slowed
-nodes: 3
+nodes: 4
 ranks_per_node: 1
 model: {module: "slowed:build"}
 data: {path: tokens.h5, sequence_length: 16}
-train: {steps: 3, global_batch: 6, lr: 1e-2}
+train: {steps: 3, global_batch: 8, lr: 1e-2}
 slurm: {time: 5m, margin: 30s, cpus_per_task: 1, partition: slowed}
 health: {preflight: true, exclude_bad_nodes: true, bad_below: 0.4}
 env: {SLOW_NODE: node12}
@@ -48,9 +49,9 @@ def cluster() -> Iterator[SlurmCluster]:
         pytest.skip(f"no Slurm cluster here: {reason}")
     more = "\n".join(
         f"PartitionName={name} Nodes=node[{nodes}] MaxTime=60 DefaultTime=10 PriorityTier=10"
-        for name, nodes in (("elastic", "9-10"), ("slowed", "11-14"), ("wide", "15"))
+        for name, nodes in (("elastic", "9-10"), ("slowed", "11-15"), ("wide", "16"))
     )
-    with SlurmCluster(nodes=15, cpus=2, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
+    with SlurmCluster(nodes=16, cpus=2, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
         yield started
 
 
@@ -66,7 +67,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     found = {
         **array(cluster, folder, tokens),
         "outside": life(
-            "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4,9-15]"]',
+            "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4,9-16]"]',
             "env.PACE=0.25",
         ),
         "inside": life(
@@ -157,6 +158,19 @@ def test_a_run_that_nobody_disturbs_leaves_no_ledger(lives: dict[str, Life]) -> 
     assert straight.ends("finished")["step"] == STEPS
     assert not straight.run.restarts.exists()
     assert [one.automatic for one in straight.run.read_launches()] == [False]
+
+
+def test_this_cluster_describes_itself(cluster: SlurmCluster, lives: dict[str, Life]) -> None:
+    life = lives["straight"]
+    life.call("site", "probe", "ours")
+    machine = load_site(life.folder / "ours.yaml")
+    assert machine.scheduling.default_partition == "batch"
+    assert machine.scheduling.longest_walltime(1, "short") == 120
+    assert machine.scheduling.partitions["single"].max_nodes == 1
+    assert machine.network.nodes == 16
+    said = life.call("submit", "job.yaml", "--dry-run", "--set", "machine=./ours.yaml",
+                     "--set", "slurm.partition=short", code=3).stderr  # fmt: skip
+    assert "partition short: walltime 0-00:05:00 asked, 0-00:02:00 is the longest" in said
 
 
 def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
@@ -315,7 +329,7 @@ def test_a_node_slowed_on_purpose_is_found_and_left_out(lives: dict[str, Life]) 
     (restart,) = life.run.read_restarts()
     assert (restart.why, restart.action, restart.excluded) == ("bad_nodes", "successor", ["node12"])
     first, second = [e for e in life.run.read_events() if e.kind == "job"]
-    assert (first.data["nodes"], second.data["nodes"]) == ("node[11-13]", "node[11,13-14]")
+    assert (first.data["nodes"], second.data["nodes"]) == ("node[11-14]", "node[11,13-15]")
     seconds = [e.data["seconds"] for e in life.run.read_events() if e.kind == "preflight"]
     assert all(one < 20 for one in seconds)
 
