@@ -4,6 +4,7 @@ decisions, from what the ranks, the batch script and Slurm have said.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ def ended(
     failures: Sequence[FailureRecord],
     job: JobNow | None,
     restart: int,
+    due: str = "",
 ) -> Ended | None:
     """Why an incarnation ended; None where it has done its last step.
 
@@ -71,6 +73,7 @@ def ended(
         failures: of this incarnation, first one first.
         job: what Slurm says of the job now, or None.
         restart: Slurm's count of requeues when this incarnation began.
+        due: why Slurm ended the job, as its daemon wrote into the log, from :func:`due_to`.
     """
     if state is not None and state.status == "finished":
         return None
@@ -80,7 +83,7 @@ def ended(
     if asked and state is not None and state.status == "stopped":
         return Ended("signal", state.reason, goes_on=False)
     if job is not None:
-        found = _by_slurm(job, restart)
+        found = _by_slurm(job, restart, due)
         if found is not None:
             return found
     if state is not None and state.status == "stopped":
@@ -93,21 +96,56 @@ def ended(
     return Ended("rank_failure", words)
 
 
-def _by_slurm(job: JobNow, restart: int) -> Ended | None:
+_DUE: dict[str, tuple[Why, str]] = {
+    "PREEMPTION": ("preempted", "a job of higher priority took the nodes"),
+    "NODE FAILURE": ("node_failure", "a node was lost"),
+    "TIME LIMIT": ("walltime", "the walltime ended before the ranks had stopped"),
+    "JOB REQUEUE": ("requeued", "somebody requeued the job, or Slurm for a reason of its own"),
+}
+
+
+def due_to(log: str) -> str:
+    """Why Slurm ended a job, in its own words (``PREEMPTION``); empty where it did not say.
+
+    Nothing else tells a preemption from a requeue: scontrol shows neither (tried on 22.05), but
+    slurmstepd writes it into the log of the job.
+
+    Args:
+        log: what one incarnation has written.
+    """
+    found = re.findall(r"\*\*\* JOB \S+ .*CANCELLED AT \S+ DUE TO ([A-Z ]+?) \*\*\*", log)
+    return found[-1] if found else ""
+
+
+def _by_slurm(job: JobNow, restart: int, due: str) -> Ended | None:
     """What Slurm did to the job; None while it lets it run."""
-    if job.restarts > restart or job.state in ("PENDING", "REQUEUED"):
-        if job.preempted:
-            return Ended("preempted", "a job of higher priority took the nodes", by_slurm=True)
-        return Ended("requeued", "Slurm requeued the job", by_slurm=True)
-    if job.state == "NODE_FAIL":
-        return Ended("node_failure", "a node failed")
     if job.state == "RUNNING":
         return None
+    why, words = _DUE.get(due, ("requeued", "Slurm requeued the job"))
     if job.preempted:
-        return Ended("preempted", "a job of higher priority took the nodes")
-    if job.time_limit is not None and job.run_seconds >= job.time_limit - _LATE_SECONDS:
-        return Ended("walltime", "the walltime ended before the ranks had stopped")
+        why, words = _DUE["PREEMPTION"]
+    if job.restarts > restart or job.state in ("PENDING", "REQUEUED"):
+        return Ended(why, words, by_slurm=True)
+    if why in ("preempted", "node_failure") or job.state == "NODE_FAIL":
+        return Ended(*((why, words) if due or job.preempted else _DUE["NODE FAILURE"]))
+    late = job.time_limit is not None and job.run_seconds >= job.time_limit - _LATE_SECONDS
+    if why == "walltime" or late:
+        return Ended(*_DUE["TIME LIMIT"])
     return Ended("signal", "cancelled with scancel", goes_on=False)
+
+
+def lost(state: StateRecord | None, due: str) -> Ended:
+    """Why an incarnation ended whose batch script could not say so.
+
+    Args:
+        state: as its ranks wrote it, or None.
+        due: from :func:`due_to`.
+    """
+    if due in _DUE:
+        return Ended(*_DUE[due])
+    if state is not None and state.status == "stopped":
+        return Ended("requeued", f"Slurm requeued the job: {state.reason}")
+    return Ended("node_failure", "a node was lost: neither ranks nor batch script wrote an end")
 
 
 def _stopped(reason: str) -> Ended:

@@ -8,6 +8,7 @@ successor. A job that Slurm requeues while nobody could say ``end`` is accounted
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.spec import JobSpec
 
 _SUBMITTER_SECONDS = 10.0
+_LOG_BYTES = 1 << 18
 
 
 @click.group(short_help="Begin and end a Slurm job (its batch script does this).")
@@ -158,7 +160,7 @@ class Life:
     def _account(self, launch: LaunchRecord | None) -> str | None:
         """Write down how the incarnation before this one ended, unless its script has; why the
         run must not go on, if so."""
-        from hpctrain.slurm.lifecycle import Ended, chain, refusal
+        from hpctrain.slurm.lifecycle import chain, due_to, lost, refusal
 
         restarts = self.run.read_restarts()
         if self.run.stop_file.exists():
@@ -166,12 +168,7 @@ class Life:
         if launch is None or any(one.attempt == launch.attempt for one in restarts):
             return None
         state = self._own_state(launch)
-        if state is not None and state.status == "stopped":
-            end = Ended("requeued", f"Slurm requeued the job: {state.reason}")
-        else:
-            end = Ended(
-                "node_failure", "a node was lost: neither ranks nor batch script wrote an end"
-            )
+        end = lost(state, due_to(self._log(before=1)))
         history = chain(self.run.read_launches(), restarts)
         refused = refusal(end, history, self._from_step(), self._most())
         self._write(launch, end, "stop" if refused else "slurm", self.job_id, refused)
@@ -212,13 +209,14 @@ class Life:
 
     def end(self, code: int) -> int:
         """Decide what follows, write it down, do it; the exit code of the job."""
-        from hpctrain.slurm.lifecycle import chain, ended, refusal
+        from hpctrain.slurm.lifecycle import chain, due_to, ended, refusal
 
         launches = self.run.read_launches()
         launch = launches[-1] if launches else LaunchRecord(0, "slurm", 0.0, 0, self.job_id)
         state = self._own_state(launch)
         failures = self.run.read_failures(launch.attempt)
-        end = ended(code, state, failures, self._now(), self.restart)
+        now = self._now()
+        end = ended(code, state, failures, now, self.restart, due_to(self._log()))
         if end is None:
             return 0
         code = _exit_code(code, state, failures)
@@ -293,6 +291,18 @@ class Life:
         except SchedulerError as error:
             output.warn(error.message)
             return None
+
+    def _log(self, before: int = 0) -> str:
+        """What this job, or the one ``before`` it, has written into the log."""
+        try:
+            with self.run.job_log.open("rb") as stream:
+                size = stream.seek(0, 2)
+                stream.seek(max(0, size - _LOG_BYTES))
+                text = stream.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        parts = re.split(r"^hpctrain: job \S+ on .*, restart \d+", text, flags=re.MULTILINE)
+        return parts[-1 - before] if len(parts) > before else ""
 
     def _most(self) -> int:
         return 0 if self.spec is None else self.spec.slurm.max_restarts

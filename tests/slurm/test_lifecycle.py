@@ -8,7 +8,15 @@ import pytest
 
 from hpctrain.records import FailureRecord, LaunchRecord, RestartRecord, StateRecord, StepRecord
 from hpctrain.slurm.answers import JobNow
-from hpctrain.slurm.lifecycle import Ended, chain, ended, refusal, seconds_lost
+from hpctrain.slurm.lifecycle import (
+    Ended,
+    chain,
+    due_to,
+    ended,
+    lost,
+    refusal,
+    seconds_lost,
+)
 
 
 def state(status: str, reason: str = "") -> StateRecord:
@@ -69,6 +77,31 @@ def test_every_way_of_ending(
     assert found is not None
     assert (found.why, found.goes_on, found.by_slurm) == (why, goes_on, by_slurm)
     assert found.reason
+
+
+LOG = """\
+slurmstepd: error: *** JOB 4769 ON node7 CANCELLED AT 2026-11-29T19:57:03 DUE TO PREEMPTION ***
+slurmstepd-node7: error: *** STEP 4769.0 ON node7 CANCELLED AT 2026-11-29T19:57:03 DUE TO X ***
+"""
+
+
+def test_slurms_own_word_for_why() -> None:
+    assert due_to(LOG) == "PREEMPTION"
+    assert due_to("*** JOB 1 ON node4 CANCELLED AT 2026-11-29T19:57:02 ***") == ""
+    for due, why in (("PREEMPTION", "preempted"), ("JOB REQUEUE", "requeued"),
+                     ("NODE FAILURE", "node_failure"), ("", "requeued")):  # fmt: skip
+        found = ended(75, TERM, [], now("COMPLETING", 1), 0, due)
+        assert found is not None
+        assert (found.why, found.by_slurm) == (why, True)
+    limit = ended(75, None, [], now("COMPLETING"), 0, "TIME LIMIT")
+    assert limit is not None
+    assert (limit.why, limit.goes_on) == ("walltime", True)
+
+
+def test_an_incarnation_that_could_not_say_how_it_ended() -> None:
+    assert lost(state("running"), "").why == "node_failure"
+    assert lost(TERM, "").why == "requeued"
+    assert lost(TERM, "PREEMPTION").why == "preempted"
 
 
 def test_a_finished_run_has_not_ended_too_early() -> None:
