@@ -165,7 +165,11 @@ class Life:
         restarts = self.run.read_restarts()
         if self.run.stop_file.exists():
             return "somebody asked for it"
-        if launch is None or any(one.attempt == launch.attempt for one in restarts):
+        if (
+            self.spec is None
+            or launch is None
+            or any(one.attempt == launch.attempt for one in restarts)
+        ):
             return None
         state = self._own_state(launch)
         end = lost(state, due_to(self._log(before=1)))
