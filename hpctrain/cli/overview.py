@@ -59,7 +59,7 @@ class Row:
     def cells(self) -> list[str]:
         """Run, status, step, loss, speed, time to go, restarts, last checkpoint, why."""
         view = self.view
-        left = view.pace.seconds_left if view.begun and not view.is_final else None
+        left = view.pace.seconds_left if view.has_eta else None
         loss = "-" if view.pace.last is None else text.loss(view.pace.last.loss)
         return [
             self.name,

@@ -30,7 +30,7 @@ def progress(view: RunView) -> str:
     parts = [f"step {view.step}/{view.total_steps}"]
     if view.pace.last is not None:
         parts += [f"loss {loss(view.pace.last.loss)}", speed(view.pace.tokens_per_second)]
-    if view.begun and not view.is_final and view.pace.seconds_left is not None:
+    if view.has_eta and view.pace.seconds_left is not None:
         parts.append(f"ETA {format_duration(view.pace.seconds_left)}")
     return "  ".join(parts)
 
@@ -47,7 +47,7 @@ def rows(view: RunView) -> list[tuple[str, str]]:
     if view.pace.last is not None:
         found.append(("loss", loss(view.pace.last.loss)))
         found.append(("speed", speed(view.pace.tokens_per_second)))
-    if view.begun and not view.is_final and view.pace.seconds_left is not None:
+    if view.has_eta and view.pace.seconds_left is not None:
         found.append(("ETA", format_duration(view.pace.seconds_left)))
     durable = f"step {view.durable_step}" if view.durable_step >= 0 else "none yet"
     if view.would_lose is not None:

@@ -72,6 +72,11 @@ class RunView:
         return state.world_size if state is not None and told else self.launch.world_size
 
     @property
+    def has_eta(self) -> bool:
+        """Whether it is at work, and the time to go can be told."""
+        return self.begun and not self.is_final and self.status != "pending"
+
+    @property
     def restarted(self) -> int:
         """Times that the run went on by itself."""
         return sum(one.action != "stop" for one in self.restarts)
@@ -86,7 +91,7 @@ class RunView:
     @property
     def would_lose(self) -> float | None:
         """Seconds of work that would have to be done again if the run died now."""
-        if self.is_final or not self.begun or self.launch is None:
+        if self.is_final or self.status == "pending" or not self.begun or self.launch is None:
             return None
         since = [one.time for one in self.pace.records if one.step <= self.durable_step]
         if since:
@@ -110,7 +115,7 @@ class RunView:
 
     def to_dict(self) -> dict[str, Any]:
         """The ``--json`` answer of ``hpctrain status``."""
-        last, launch, running = self.pace.last, self.launch, not self.is_final
+        last, launch = self.pace.last, self.launch
         return {
             "run": self.run.id,
             "path": str(self.run.root),
@@ -120,7 +125,7 @@ class RunView:
             "total_steps": self.total_steps,
             "loss": None if last is None else last.loss,
             "tokens_per_second": self.pace.tokens_per_second,
-            "seconds_left": self.pace.seconds_left if running and self.begun else None,
+            "seconds_left": self.pace.seconds_left if self.has_eta else None,
             "durable_step": self.durable_step,
             "resumed_from": -1 if self.state is None else self.state.resumed_from,
             "attempt": self.attempts - 1,
