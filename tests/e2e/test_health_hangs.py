@@ -24,7 +24,7 @@ JOB = """\
 name: hang
 model: {layers: 1, hidden: 16, heads: 2, vocab_size: 256}
 data: {path: tokens.h5, sequence_length: 16}
-train: {steps: 100000, global_batch: 6, micro_batch: 1, lr: 1e-2, loss: "faulty:loss"}
+train: {steps: 100000, global_batch: 6, micro_batch: 2, lr: 1e-2, loss: "faulty:loss"}
 checkpoint: {every: 1000000}
 health: {hang_after: 3, heartbeat: 0.5}
 ranks_per_node: 3
