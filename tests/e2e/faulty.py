@@ -1,8 +1,10 @@
 """A loss that goes wrong where a test wants it to: once a fault, on one rank, at one step.
 
 ``FAULTS`` holds ``step:rank:fault`` entries, for example ``7:1:raise,12:0:exit``; ``PACE`` the
-seconds that every call takes at least; ``SLEEPY`` a rank that takes 50 ms longer than the others,
-``NOISY`` one whose loss, and with it its gradient, is twenty times too large.
+seconds that every call takes at least; ``HOLD`` steps, ``7,14``, at which all ranks wait for a
+file ``go-7`` in the run directory, with ``held-7`` to say so; ``SLEEPY`` a rank that takes 50 ms
+longer than the others, ``NOISY`` one whose loss, and with it its gradient, is twenty times too
+large.
 """
 
 import os
@@ -24,6 +26,8 @@ def loss(model, batch, micro_batches=1):
     if _calls[0] % micro_batches == 0:
         time.sleep(float(os.environ.get("PACE", "0")))
     _calls[0] += 1
+    for step in filter(None, os.environ.get("HOLD", "").split(",")):
+        _hold(int(step))
     for entry in filter(None, os.environ.get("FAULTS", "").split(",")):
         step, rank, fault = entry.split(":")
         if int(rank) == dist.get_rank() and _first_time(int(step), entry):
@@ -34,14 +38,26 @@ def loss(model, batch, micro_batches=1):
     return 20 * found if os.environ.get("NOISY") == str(dist.get_rank()) else found
 
 
+def _at(step: int) -> bool:
+    last = RunDir(Path(sys.argv[-1])).last_step()
+    return step <= (0 if last is None else last.step)
+
+
+def _hold(step: int) -> None:
+    go = Path(sys.argv[-1]) / f"go-{step}"
+    if go.exists() or not _at(step):
+        return
+    go.with_name(f"held-{step}").touch()
+    while not go.exists():
+        time.sleep(0.05)
+
+
 def _first_time(step: int, entry: str) -> bool:
     """Whether the run is at ``step`` and this fault has not happened in it."""
-    run = Path(sys.argv[-1])
-    last = RunDir(run).last_step()
-    if step > (0 if last is None else last.step):
+    if not _at(step):
         return False
     try:
-        (run / f"fault-{entry}").touch(exist_ok=False)
+        (Path(sys.argv[-1]) / f"fault-{entry}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

@@ -66,6 +66,13 @@ class Life:
 
         wait_for(there, seconds, self.tell)
 
+    def held(self, step: int) -> None:
+        """Wait until the ranks wait at a step of ``HOLD``; ``go`` lets them go on."""
+        wait_for((self.run.root / f"held-{step}").exists, 200, self.tell)
+
+    def go(self, step: int) -> None:
+        (self.run.root / f"go-{step}").touch()
+
     def ends(self, *states: str, seconds: float = 240) -> dict[str, Any]:
         """Wait until the run is over; it has to end so."""
 

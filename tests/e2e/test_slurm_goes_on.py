@@ -38,7 +38,7 @@ model: {module: "slowed:build"}
 data: {path: tokens.h5, sequence_length: 16}
 train: {steps: 3, global_batch: 8, lr: 1e-2}
 slurm: {time: 5m, margin: 30s, cpus_per_task: 1, partition: slowed}
-health: {preflight: true, exclude_bad_nodes: true, bad_below: 0.4}
+health: {preflight: true, exclude_bad_nodes: true, bad_below: 0.25}
 env: {SLOW_NODE: node12}
 """
 
@@ -68,7 +68,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
         **array(cluster, folder, tokens),
         "outside": life(
             "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4,9-16]"]',
-            "env.PACE=0.25",
+            'env.HOLD="3,7,14,22"', "health.hang_after=0",
         ),
         "inside": life(
             "inside", "env.FAULTS=7:1:raise,12:0:leave,17:1:kill,22:1:signal,27:0:signals,32:0:exit"
@@ -88,7 +88,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
         "hang": life(
             "hang", "env.FAULTS=9:1:freeze", "health.hang_after=4",
         ),
-        "cancelled": life("cancelled", "env.PACE=0.3"),
+        "cancelled": life("cancelled", "env.HOLD=6", "health.hang_after=0"),
         "elastic": life(
             "elastic", "slurm.nodes=1-2", "slurm.partition=elastic", "env.FAULTS=9:0:raise",
             "slurm.sbatch_options=[]", "train.micro_batch=auto", "env.PACE=0.3",
@@ -118,7 +118,8 @@ def array(cluster: SlurmCluster, folder: Path, tokens: Path) -> dict[str, Life]:
     client = SlurmClient(cluster.env)
     specs, runs, scripts = [], [], []
     for life in lives.values():
-        job = read_job(str(life.folder / "job.yaml"), ["env.PACE=0.1"])
+        held = ["env.HOLD=7", "health.hang_after=0"] if life is lives["task 2"] else []
+        job = read_job(str(life.folder / "job.yaml"), held)
         prepared = prepare(job, life.folder)
         run = create(prepared, life.folder / "runs", ["test"])
         specs.append(prepared.job.spec)
@@ -177,12 +178,14 @@ def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
     cluster: SlurmCluster, lives: dict[str, Life]
 ) -> None:
     life = lives["outside"]
-    life.reaches(3)
+    life.held(3)
     cluster.restart_controller()
-    life.reaches(7)
+    life.go(3)
+    life.held(7)
     (launch,) = life.run.read_launches()
     cluster.run("scontrol", "requeue", launch.job_id)
-    life.reaches(14)
+    life.go(7)
+    life.held(14)
     nodes = cluster.job(int(launch.job_id)).nodes
     urgent = cluster.submit(
         "#!/bin/bash\nsleep 1\n",
@@ -192,12 +195,14 @@ def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
         "--exclusive",
         "-o/dev/null",
     )
+    life.go(14)
     cluster.wait_job(urgent, "COMPLETED", timeout=60)
-    life.reaches(22)
+    life.held(22)
     lost = int(
         cluster.job(int(launch.job_id)).nodes.strip("node[]").replace(",", "-").split("-")[1]
     )
     cluster.kill_node(lost)
+    life.go(22)
     life.ends("finished")
     assert life.whys() == ["requeued", "preempted", "node_failure"]
     assert life.curve() == lives["straight"].curve()
@@ -252,9 +257,10 @@ def test_an_array_in_which_the_last_task_alone_is_signalled(
 ) -> None:
     """The number of the last task's job is that of the array: requeued by it, all would be."""
     tasks = [lives[f"task {number}"] for number in range(3)]
-    tasks[2].reaches(7)
+    tasks[2].held(7)
     last = tasks[2].run.read_launches()[0].job_id
     cluster.run("scancel", "--batch", "--signal=USR1", last)
+    tasks[2].go(7)
     for task in tasks:
         task.ends("finished")
         assert task.curve() == lives["straight"].curve()
@@ -290,15 +296,16 @@ def test_scancel_ends_a_run_with_a_checkpoint(
     cluster: SlurmCluster, lives: dict[str, Life]
 ) -> None:
     life = lives["cancelled"]
-    life.reaches(6)
+    life.held(6)
     (launch,) = life.run.read_launches()
     cluster.run("scancel", launch.job_id)
+    life.go(6)
     status = life.ends("stopped", "cancelled")
     assert status["durable_step"] == status["step"] >= 6
     (restart,) = life.run.read_restarts()
     assert (restart.action, restart.why) == ("stop", "signal")
     assert "scancel" in restart.reason
-    life.call("resume", life.run.id, "--set", "env.PACE=0")
+    life.call("resume", life.run.id)
     life.ends("finished")
     assert life.curve() == lives["straight"].curve()
 
