@@ -89,7 +89,7 @@ def ended(
     if state is not None and state.status == "stopped":
         return _stopped(state.reason)
     if failures:
-        return _failed(failures[0])
+        return _failed(failures)
     if code == Exit.STOPPED:
         return Ended("signal", "asked to stop before the ranks had begun")
     words = f"the ranks wrote no end and left with {code}{_signal(code)}: see logs/job.log"
@@ -156,12 +156,30 @@ def _stopped(reason: str) -> Ended:
     return Ended("signal", reason)
 
 
-def _failed(first: FailureRecord) -> Ended:
+_CONSEQUENCE = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|remote process exited|"
+    r"communicator was aborted",
+    re.IGNORECASE,
+)
+"""What ranks say whose peer is gone: not the cause."""
+
+
+def cause(failures: Sequence[FailureRecord]) -> tuple[FailureRecord, bool]:
+    """The failure that the others follow from; False where it is not among them, since a rank
+    that is killed writes nothing."""
+    own = [one for one in failures if not _CONSEQUENCE.search(one.message)]
+    return (own or failures)[0], bool(own)
+
+
+def _failed(failures: Sequence[FailureRecord]) -> Ended:
+    first, own = cause(failures)
     lines = first.message.splitlines() or ["no message"]
     at = f" at step {first.step}" if first.step >= 0 else ""
     words = f"rank {first.rank} on {first.host}{at}: {first.error}: {lines[0]}"
     if first.error == HANG:
         return Ended("hang", f"{lines[0]}")
+    if not own:
+        return Ended("rank_failure", f"a rank was killed or left without a word; {words}")
     return Ended("rank_failure", words, goes_on=first.error not in _PERMANENT)
 
 

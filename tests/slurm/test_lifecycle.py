@@ -79,6 +79,18 @@ def test_every_way_of_ending(
     assert found.reason
 
 
+def test_those_that_lost_their_peer_are_not_the_cause() -> None:
+    gloo = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection closed by peer"
+    both = [failure("RuntimeError", gloo), failure("NameError", "name 'lr' is not defined")]
+    found = ended(6, state("running"), both, RUNNING, 0)
+    assert found is not None
+    assert (found.goes_on, "NameError" in found.reason) == (False, True)
+    killed = ended(6, state("running"), both[:1], RUNNING, 0)
+    assert killed is not None
+    assert killed.goes_on
+    assert killed.reason.startswith("a rank was killed or left without a word; rank 1 on node2")
+
+
 LOG = """\
 slurmstepd: error: *** JOB 4769 ON node7 CANCELLED AT 2026-11-29T19:57:03 DUE TO PREEMPTION ***
 slurmstepd-node7: error: *** STEP 4769.0 ON node7 CANCELLED AT 2026-11-29T19:57:03 DUE TO X ***
