@@ -34,7 +34,7 @@ class RunView:
         state: as the ranks last wrote it, or None.
         launch: newest LaunchRecord, or None.
         attempts: incarnations so far.
-        failures: of this incarnation, first one first.
+        failures: of this incarnation, the one that the others follow from first.
         slurm: what Slurm says, or None.
         restarts: incarnations that ended too early, and what followed.
     """
@@ -192,6 +192,11 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
     restarts = tuple(run.read_restarts())
     if restarts and restarts[-1].attempt == attempt and restarts[-1].action != "stop":
         failures = ()  # they are dealt with: the next incarnation is on its way
+    if failures:
+        from hpctrain.slurm.lifecycle import cause
+
+        first, _ = cause(failures)
+        failures = (first, *(one for one in failures if one is not first))
     status, reason = _status(run, state, launch, living, word, failures)
     records = recent(run)
     since = launch.submitted if launch is not None else 0.0
