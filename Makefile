@@ -4,13 +4,25 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test whole folding faults lint clean
 
 quickstart: $(VENV)/.local data/english.h5
 	$(BIN)/hpctrain submit docs/examples/quickstart.yaml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every case of what the suite samples: about an hour on two cores.
+whole: $(VENV)/.dev
+	$(BIN)/python -m pytest -m whole $(PYTEST_ARGS)
+
+# Attention and experts in every pair of layouts that 8 ranks allow; some minutes.
+folding: $(VENV)/.dev
+	HPCTRAIN_FOLDING=all $(BIN)/python -m pytest -q tests/parallel/test_expert_folding.py
+
+# A thousand crashes and storage faults (about ten minutes); the suite has two hundred.
+faults: $(VENV)/.dev
+	$(BIN)/python tests/faults/crash_harness.py --rounds 1000 --seed 7
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ from hpctrain.testing.jobs import make_run
 from hpctrain.testing.ranks import run_ranks
 
 TARGET = 0.97
-CASES = {"one": (1, "none"), "ddp": (2, "none"), "fsdp2": (2, "zero3")}
+CASES = {"one": (1, "none"), "ddp": (2, "none"), "fsdp2": (2, "zero3"), "fsdp2-4": (4, "zero3")}
 JOB = """
 name: step-overhead
 model: {{layers: 4, hidden: 192, heads: 6, vocab_size: 256, position: rotary, norm: rmsnorm,

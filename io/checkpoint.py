@@ -27,13 +27,14 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io import directory
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.comm import Communicator, on_root
 from hpctrain.io.directory import step_name
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.manifest import Manifest, file_problem, read_manifest
 from hpctrain.io.plan import FileKind
-from hpctrain.io.restore import CheckpointReader, extent_problems
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.restore import CheckpointReader, extent_problems, read_scalars
+from hpctrain.io.saver import Saver
 from hpctrain.io.shards import TensorShard
 from hpctrain.io.sources import HostSources
 
@@ -44,7 +45,8 @@ __all__ = ["CheckpointReader", "CheckpointStore", "SaveReport"]
 class SaveReport:
     """A committed checkpoint: its directory, bytes on disk, seconds it took.
 
-    ``warnings`` says, on rank 0, which older checkpoints could not be removed and why.
+    ``warnings`` says, on rank 0, which older checkpoints could not be removed and why, and what
+    was removed of writers elsewhere that died.
     """
 
     path: Path
@@ -119,13 +121,13 @@ class CheckpointStore:
         try:
             saver.save(step, HostSources(shards), scalars=scalars, per_rank=lambda: arrays)
             (outcome,) = saver.drain()
-            warnings = tuple(saver.take_warnings())
         finally:
             saver.close()
         if outcome.error is not None:
             raise outcome.error
         assert outcome.path is not None
-        return SaveReport(outcome.path, outcome.bytes, time.perf_counter() - begin, warnings)
+        seconds = time.perf_counter() - begin
+        return SaveReport(outcome.path, outcome.bytes, seconds, outcome.warnings)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint directory, ascending; not collective."""
@@ -134,8 +136,9 @@ class CheckpointStore:
     def clean(self) -> list[str]:
         """Remove what dead writers left behind; collective. Returns a line about each.
 
-        To be called before training starts. A writer that is alive on this host keeps its
-        directory; writers on other hosts are taken for dead, for a run has one incarnation.
+        To be called before training starts. A writer that is alive keeps its directory: on
+        this host that is a process that is there, on others one that has written something
+        within ``directory.LEASE_SECONDS``.
         """
         return on_root(self.comm, lambda: directory.clean(self.root))
 
@@ -187,20 +190,22 @@ class CheckpointStore:
             for fault in faults
         ]
 
-    def open(self, step: int, *, verify: bool = True) -> CheckpointReader:
+    def open(self, step: int, *, verify: bool = True, together: bool = False) -> CheckpointReader:
         """Open a checkpoint for reading; collective.
 
         Args:
             step: which.
             verify: check each extent when it is first read. False saves reading whole extents
                 for a few rows, where :meth:`latest_good` or :meth:`verify` has just read all.
+            together: all ranks are about to call ``read_all``: each checks its share of all
+                extents there, whatever it reads, and has to tell the others what it found.
 
         Raises:
             CheckpointError: there is none, or its manifest or HDF5 structure is damaged.
         """
         folder = self.root / step_name(step)
 
-        def load() -> Manifest:
+        def load() -> tuple[Manifest, dict[str, Any]]:
             if not folder.is_dir():
                 steps = ", ".join(map(str, self.steps())) or "none"
                 raise CheckpointError(f"{folder}: there is no checkpoint of step {step}",
@@ -210,6 +215,9 @@ class CheckpointStore:
                 fault = file_problem(folder, manifest, index)
                 if fault is not None:
                     raise CheckpointError(fault)
-            return manifest
+            return manifest, read_scalars(folder, manifest)
 
-        return CheckpointReader(folder, on_root(self.comm, load), verify=verify)
+        duty = (self.comm.rank, self.comm.size) if together else None
+        # HDF5 is opened by one rank, not by all.
+        manifest, scalars = on_root(self.comm, load)
+        return CheckpointReader(folder, manifest, verify=verify, duty=duty, scalars=scalars)

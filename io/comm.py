@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
+
+import numpy as np
 
 from hpctrain.errors import CheckpointError, HpctrainError
 
 T = TypeVar("T")
 
+_SPIN_SECONDS = 50e-6
+_NAP_SECONDS = 200e-6
+
+
+class Request(Protocol):
+    """An operation under way."""
+
+    def Test(self) -> bool: ...
+
 
 class Communicator(Protocol):
     """The part of an mpi4py communicator that is used here.
 
-    The lower-case methods move any Python object; ``Allreduce`` sums arrays and is the only
+    The lower-case methods move any Python object; ``Iallreduce`` sums arrays and is the only
     one that a save uses once its layout is known.
     """
 
@@ -27,10 +39,17 @@ class Communicator(Protocol):
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None: ...
     def bcast(self, obj: Any, root: int = 0) -> Any: ...
     def scatter(self, sendobj: Any, root: int = 0) -> Any: ...
-    def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None: ...
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any) -> Request: ...
     def send(self, obj: Any, dest: int) -> None: ...
     def recv(self, *, source: int) -> Any: ...
     def barrier(self) -> None: ...
+
+
+class Done:
+    """An operation that is over."""
+
+    def Test(self) -> bool:
+        return True
 
 
 class SoloCommunicator:
@@ -51,8 +70,9 @@ class SoloCommunicator:
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         return sendobj[0]
 
-    def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any) -> Request:
         recvbuf[...] = sendbuf
+        return Done()
 
     def send(self, obj: Any, dest: int) -> None:
         raise ValueError("a world of one has nobody to send to")
@@ -62,6 +82,24 @@ class SoloCommunicator:
 
     def barrier(self) -> None:
         return None
+
+
+def summed(comm: Communicator, mine: np.ndarray) -> np.ndarray:
+    """Sum over all ranks. Whoever waits long sleeps: its core may be the one that is needed."""
+    if comm.size == 1:
+        return mine
+    total = np.zeros_like(mine)
+    request = comm.Iallreduce(mine, total)
+    began = time.perf_counter()
+    while not request.Test():
+        if time.perf_counter() - began > _SPIN_SECONDS:
+            time.sleep(_NAP_SECONDS)
+    return total
+
+
+def wait_for_all(comm: Communicator) -> None:
+    """A barrier that sleeps, where some ranks have much to do and others nothing."""
+    summed(comm, np.zeros(1, np.int64))
 
 
 def on_root(comm: Communicator, work: Callable[[], T]) -> T:
@@ -77,6 +115,7 @@ def on_root(comm: Communicator, work: Callable[[], T]) -> T:
             result = work()
         except Exception as caught:
             error = caught
+    wait_for_all(comm)
     failed, result = comm.bcast((_fault(error), result))
     if failed is not None:
         _raise(failed, error)
@@ -96,6 +135,7 @@ def on_all(comm: Communicator, work: Callable[[], T]) -> list[T] | None:
         result = work()
     except Exception as caught:
         error = caught
+    wait_for_all(comm)
     answers = comm.gather((_fault(error), result))
     failed: _Fault | None = None
     if answers is not None:

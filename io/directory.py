@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from hpctrain.errors import CheckpointError
@@ -13,8 +15,13 @@ from hpctrain.io.manifest import read_manifest
 
 LATEST = "latest"
 _STEP = re.compile(r"step(\d{8,})")
-_ASIDE = re.compile(r"step\d{8,}\.tmp-(?P<host>.+)\.(?P<pid>\d+)\.(?P<started>\d+)\.\w+")
-_REPLACED = re.compile(r"\.replaced-(?P<name>step\d{8,})\.\w+")
+_WRITER = r"(?P<host>.+)\.(?P<pid>\d+)\.(?P<started>\d+)\.\w+"
+_ASIDE = re.compile(r"step\d{8,}\.tmp-" + _WRITER)
+_PASSING = re.compile(
+    rf"\.(?:trash-step\d{{8,}}\.|replaced-(?P<name>step\d{{8,}})\.|{LATEST}-)(?:{_WRITER}|\w+)"
+)
+LEASE_SECONDS = 600.0
+"""A writer on another host that has written nothing for so long is taken for dead."""
 
 
 def step_name(step: int) -> str:
@@ -135,12 +142,13 @@ def commit(root: Path, written: Path, step: int) -> None:
     """Give a finished directory its name, durably, and move the pointer."""
     final = root / step_name(step)
     replaced = None
+    own = f"{writer()}.{secrets.token_hex(3)}"
     if final.exists():
-        replaced = root / f".replaced-{final.name}.{secrets.token_hex(3)}"
+        replaced = root / f".replaced-{final.name}.{own}"
         final.rename(replaced)
     written.rename(final)
     fsync_path(root)
-    pointer = root / f".{LATEST}-{secrets.token_hex(3)}"
+    pointer = root / f".{LATEST}-{own}"
     write_durably(pointer, f"{final.name}\n".encode())
     pointer.replace(root / LATEST)
     fsync_path(root)
@@ -150,7 +158,7 @@ def commit(root: Path, written: Path, step: int) -> None:
 
 def remove(root: Path, step: int) -> None:
     """Remove a checkpoint; an interruption leaves nothing that looks like one."""
-    trash = root / f".trash-{step_name(step)}.{secrets.token_hex(3)}"
+    trash = root / f".trash-{step_name(step)}.{writer()}.{secrets.token_hex(3)}"
     (root / step_name(step)).rename(trash)
     shutil.rmtree(trash)
 
@@ -161,12 +169,20 @@ def leftovers(root: Path) -> list[str]:
         names = sorted(path.name for path in root.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    starts = (".trash-step", ".replaced-step", f".{LATEST}-")
-    return [name for name in names if _ASIDE.fullmatch(name) or name.startswith(starts)]
+    return [name for name in names if _ASIDE.fullmatch(name) or _PASSING.fullmatch(name)]
 
 
-def clean(root: Path) -> list[str]:
-    """Remove what writers that died left behind; a line about each thing."""
+def clean(root: Path, *, elsewhere_only: bool = False) -> list[str]:
+    """Remove what writers that died left behind; a line about each thing.
+
+    A writer on this host is dead where its process is gone. One on another host cannot be asked:
+    it is dead when it has written nothing for LEASE_SECONDS.
+
+    Args:
+        root: directory of the checkpoints.
+        elsewhere_only: what writers on this host are at is left alone, and what is left is not
+            told; for a writer that tidies up while it is at work itself.
+    """
     try:
         entries = sorted(root.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -174,28 +190,70 @@ def clean(root: Path) -> list[str]:
     lines = []
     for path in entries:
         name = path.name
-        if match := _ASIDE.fullmatch(name):
-            if _is_alive(match["host"], int(match["pid"]), int(match["started"])):
-                lines.append(f"left {name}: process {match['pid']} is still writing it")
-                continue
-            lines.append(f"removed {name}: its writer died before the commit")
+        aside, passing = _ASIDE.fullmatch(name), _PASSING.fullmatch(name)
+        match = aside or passing
+        if match is None or (elsewhere_only and match["host"] in (None, os.uname().nodename)):
+            continue
+        busy = _busy(root, path, match)
+        if busy is not None:
+            if not elsewhere_only:
+                lines.append(f"left {name}: {busy}")
+        elif aside:
             shutil.rmtree(path)
-        elif match := _REPLACED.fullmatch(name):
+            lines.append(f"removed {name}: its writer died before the commit")
+        elif passing and passing["name"] is not None:
             # Between the two renames of a replacement there is no checkpoint of that step.
-            if not (root / match["name"]).exists():
-                path.rename(root / match["name"])
-                lines.append(f"restored {match['name']}: its replacement was never committed")
+            if not (root / passing["name"]).exists():
+                path.rename(root / passing["name"])
+                lines.append(f"restored {passing['name']}: its replacement was never committed")
             else:
                 shutil.rmtree(path)
                 lines.append(f"removed {name}: it was replaced")
-        elif name.startswith(".trash-step"):
+        elif path.is_dir():
             shutil.rmtree(path)
             lines.append(f"removed {name}: its removal was interrupted")
-        elif name.startswith(f".{LATEST}-"):
+        else:
             path.unlink()
             lines.append(f"removed {name}: its writer died")
     return lines
 
 
-def _is_alive(host: str, pid: int, started: int) -> bool:
-    return host == os.uname().nodename and pid != os.getpid() and _started(pid) == started
+def _busy(root: Path, path: Path, match: re.Match[str]) -> str | None:
+    """Why a writer has to be taken for alive; None where it is dead, or not known."""
+    host = match["host"]
+    if host is None:
+        return None
+    if host == os.uname().nodename:
+        pid = int(match["pid"])
+        alive = pid != os.getpid() and _started(pid) == int(match["started"])
+        return f"process {pid} is still writing it" if alive else None
+    age = _clock(root) - _last_written(path)
+    if age >= LEASE_SECONDS:
+        return None
+    return (
+        f"its writer on {host} was at work {max(age, 0):.0f} s ago; it goes when nothing was "
+        f"written for {LEASE_SECONDS:.0f} s"
+    )
+
+
+def _last_written(path: Path) -> float:
+    """When the directory or anything in it was last written."""
+    newest = path.lstat().st_mtime
+    if path.is_dir():
+        for entry in os.scandir(path):
+            with contextlib.suppress(FileNotFoundError):
+                newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
+    return newest
+
+
+def _clock(root: Path) -> float:
+    """The time by the file system's own clock, which may be another host's."""
+    probe = root / f".clock-{secrets.token_hex(3)}"
+    try:
+        probe.touch()
+        try:
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink()
+    except OSError:
+        return time.time()

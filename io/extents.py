@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from hpctrain.io.shards import Box, Shape
 
@@ -77,16 +76,6 @@ def split(box: Box, itemsize: int, limit: int = EXTENT_BYTES) -> Iterator[Box]:
         yield from split(Box(tuple(offsets), tuple(shape)), itemsize, limit)
 
 
-def digest(array: np.ndarray) -> str:
-    """XXH3-64 of an array's bytes in row-major order."""
-    return xxhash.xxh3_64_hexdigest(_raw(array))
-
-
-def _raw(array: np.ndarray) -> memoryview:
-    """The bytes of an array in row-major order, without a copy where it has no gaps."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
 def write_bytes(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes at ``offset``.
 
@@ -99,20 +88,6 @@ def write_bytes(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         if written == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         view, offset = view[written:], offset + written
-
-
-def read_block(
-    descriptor: int, start: int, strides: Shape, shape: Shape, dtype: np.dtype
-) -> np.ndarray:
-    """Read a strided block into a new row-major array.
-
-    Raises:
-        OSError: the read failed.
-        EOFError: the file ends before the block does.
-    """
-    out = np.empty(shape, dtype)
-    read_into(descriptor, start, strides, out)
-    return out
 
 
 def read_into(descriptor: int, start: int, strides: Shape, out: np.ndarray) -> None:

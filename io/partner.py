@@ -1,33 +1,26 @@
 """A copy on another node, sent over a socket in the background.
 
-Each rank listens, and knows after one exchange at the start where its partner listens: the rank
-of the same place on the next node. A copy is sent straight out of the buffer and lies at the
-partner as any other share: images under the checkpoint's file names and a part. MPI is not
-used, for its calls belong to the training thread.
+The partner of a rank is the one of the same place on the next node. A copy is sent straight out
+of the buffer and lies at the partner as any other share: images under the checkpoint's file
+names and a part.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import json
 import os
-import secrets
 import shutil
 import socket
-import struct
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.comm import Communicator, fault_text
 from hpctrain.io.directory import replace_durably
 from hpctrain.io.extents import write_bytes
 from hpctrain.io.flush import Abandoned, Pace
+from hpctrain.io.links import LARGEST_MESSAGE, Links, fill, hear, receive, send
 from hpctrain.io.parts import part_name
 from hpctrain.io.snapshot import Snapshot
 from hpctrain.io.tiers import (
@@ -40,9 +33,6 @@ from hpctrain.io.tiers import (
 )
 
 _BLOCK = 4 << 20
-_TIMEOUT = 60.0
-_LENGTH = struct.Struct("!Q")
-_LARGEST_HEADER = 1 << 30
 
 
 class PartnerTier:
@@ -74,23 +64,18 @@ class PartnerTier:
         self.keep = keep
         self._rank = comm.rank
         self._bandwidth = bandwidth
-        self._listener = socket.create_server(("", 0), backlog=16)
-        port = self._listener.getsockname()[1]
-        nodes = comm.allgather((node, own_addresses(), port))
-        self._token = comm.bcast(secrets.token_bytes(32))
-        numbers = [number for number, _, _ in nodes]
-        partner = partner_of(comm.rank, numbers)
+        self._links = Links(comm, node, self._store)
+        nodes = [peer.node for peer in self._links.peers]
+        partner = partner_of(comm.rank, nodes)
         if partner is None:
-            self._listener.close()
+            self._links.close()
             raise CheckpointError(
                 "a copy on a partner node needs two nodes, and all ranks are on one",
                 hint="leave checkpoint.partner.every out",
             )
-        self._leads = comm.rank == numbers.index(node)
-        self._node = numbers[partner]
-        _, self._addresses, self._port = nodes[partner]
-        self._closed = False
-        threading.Thread(target=self._serve, name="checkpoint-partner", daemon=True).start()
+        self._leads = comm.rank == nodes.index(node)
+        self._partner = partner
+        self._where = f"partner on node {nodes[partner]}"
 
     def newest_sequence(self) -> int:
         return max((part.sequence for _, part in held_parts(self.root)), default=0)
@@ -99,20 +84,18 @@ class PartnerTier:
         """Send the share; returns when the partner has made it durable.
 
         Raises:
-            OSError, CheckpointError, Abandoned: it could not be sent or stored.
+            CheckpointError, Abandoned: it could not be sent or stored.
         """
         plan = snapshot.staging.plan
-        pieces = [(piece.name, piece.start, piece.bytes) for piece in plan.pieces]
         head = {
             "rank": self._rank,
             "folder": folder_name(snapshot.step, snapshot.sequence),
-            "pieces": pieces,
+            "pieces": [(piece.name, piece.start, piece.bytes) for piece in plan.pieces],
         }
         pace = Pace(self._bandwidth, hurry)
         try:
-            with self._connect() as link:
-                link.sendall(self._token)
-                _send(link, json.dumps(head).encode())
+            with self._links.connect(self._partner) as link:
+                send(link, json.dumps(head).encode())
                 for index, piece in enumerate(plan.pieces):
                     view = snapshot.staging.images[index].data
                     for first in range(0, piece.bytes, _BLOCK):
@@ -122,63 +105,23 @@ class PartnerTier:
                             raise Abandoned
                         link.sendall(view[first:end])
                         pace.wrote(end - first)
-                _send(link, snapshot.wait_sealed().to_bytes())
-                answer = _receive(link, 1 << 16).decode(errors="replace")
+                send(link, snapshot.wait_sealed().to_bytes())
+                fault = hear(link)
         except OSError as error:
-            raise CheckpointError(f"partner on node {self._node}: {fault_text(error)}") from error
-        if answer != "ok":
-            raise CheckpointError(f"partner on node {self._node}: {answer}")
-
-    def _connect(self) -> socket.socket:
-        failure: OSError | None = None
-        for address in self._addresses:
-            try:
-                link = socket.create_connection((address, self._port), timeout=3.0)
-            except OSError as error:
-                failure = error
-                continue
-            link.settimeout(_TIMEOUT)
-            self._addresses = [address]
-            return link
-        raise failure or OSError("no address")
+            raise CheckpointError(f"{self._where}: {fault_text(error)}") from error
+        if fault is not None:
+            raise CheckpointError(f"{self._where}: {fault}")
 
     def retain(self, snapshot: Snapshot) -> list[str]:
         return remove_old(self.root, self.keep) if self._leads else []
 
     def close(self, *, forget: bool) -> None:
-        self._closed = True
-        self._listener.close()
+        self._links.close()
         if forget:
             remove_folder(self.root)
 
-    # ---- receiving --------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                link, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._take, args=(link,), daemon=True).start()
-
-    def _take(self, link: socket.socket) -> None:
-        with link, contextlib.suppress(OSError):
-            link.settimeout(_TIMEOUT)
-            token = bytearray(32)
-            _fill(link, memoryview(token))
-            if not hmac.compare_digest(bytes(token), self._token):
-                return
-            try:
-                self._store(link)
-                answer = "ok"
-            except OSError as error:
-                answer = fault_text(error)
-            except (CheckpointError, ValueError) as error:
-                answer = str(error)
-            _send(link, answer.encode())
-
     def _store(self, link: socket.socket) -> None:
-        head: dict[str, Any] = json.loads(_receive(link, _LARGEST_HEADER))
+        head: dict[str, Any] = json.loads(receive(link, LARGEST_MESSAGE))
         folder = private_folder(self.root) / Path(head["folder"]).name
         folder.mkdir(exist_ok=True)
         buffer = memoryview(bytearray(_BLOCK))
@@ -189,14 +132,14 @@ class PartnerTier:
                 try:
                     for first in range(0, size, _BLOCK):
                         part = buffer[: min(_BLOCK, size - first)]
-                        _fill(link, part)
+                        fill(link, part)
                         write_bytes(descriptor, part, start + first)
                     os.fsync(descriptor)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror or str(error), str(path)) from error
                 finally:
                     os.close(descriptor)
-            text = _receive(link, _LARGEST_HEADER)
+            text = receive(link, LARGEST_MESSAGE)
             replace_durably(folder / part_name(int(head["rank"])), text)
         except BaseException:
             # Half a copy is none; what other ranks sent into the same folder goes with it.
@@ -220,38 +163,3 @@ def partner_of(rank: int, nodes: Sequence[int]) -> int | None:
     other = order[(order.index(own) + 1) % len(order)]
     members = [r for r, number in enumerate(nodes) if number == other]
     return members[place % len(members)]
-
-
-def own_addresses() -> list[str]:
-    """IPv4 addresses of this host, the loopback one last."""
-    found = [
-        address.address
-        for addresses in psutil.net_if_addrs().values()
-        for address in addresses
-        if address.family == socket.AF_INET
-    ]
-    return sorted(dict.fromkeys(found), key=lambda text: text.startswith("127."))
-
-
-def _send(link: socket.socket, data: bytes) -> None:
-    link.sendall(_LENGTH.pack(len(data)))
-    link.sendall(data)
-
-
-def _receive(link: socket.socket, limit: int) -> bytes:
-    head = bytearray(_LENGTH.size)
-    _fill(link, memoryview(head))
-    (count,) = _LENGTH.unpack(head)
-    if count > limit:
-        raise OSError(f"{count} bytes announced")
-    data = bytearray(count)
-    _fill(link, memoryview(data))
-    return bytes(data)
-
-
-def _fill(link: socket.socket, view: memoryview) -> None:
-    while view:
-        count = link.recv_into(view)
-        if count == 0:
-            raise OSError("the other side closed the connection")
-        view = view[count:]

@@ -92,6 +92,7 @@ class RankPlan:
         scalars: (piece, offset in the piece, bytes) of the JSON scalars; rank 0 alone.
         files: names of all files.
         total_bytes: of all files.
+        largest_share: bytes of the rank that writes most.
     """
 
     digest: str
@@ -104,6 +105,7 @@ class RankPlan:
     scalars: tuple[int, int, int] | None
     files: tuple[str, ...]
     total_bytes: int
+    largest_share: int
 
     @property
     def bytes(self) -> int:
@@ -194,6 +196,7 @@ class _Share:
     digest: str
     files: tuple[str, ...]
     total_bytes: int
+    largest: int
     file: str
     range: tuple[int, int]
     offsets: tuple[int | None, ...]
@@ -257,9 +260,16 @@ def make_plan(
         order = tuple(found)
         total = sum(file.bytes for file in found.values())
         digest = _digest(names, scalars_bytes, [own for _, own in given])
+        sizes = [end - start for start, end in (found[n].ranges[r] for r, n in enumerate(names))]
+        if TENSORS_FILE not in names:
+            sizes[0] += found[TENSORS_FILE].bytes
         for rank, name in enumerate(names):
             file = found[name]
-            shares.append(_Share(digest, order, total, name, file.ranges[rank], file.offsets[rank]))
+            shares.append(
+                _Share(
+                    digest, order, total, max(sizes), name, file.ranges[rank], file.offsets[rank]
+                )
+            )
 
     on_root(comm, share_out)
     share: _Share = comm.scatter(shares)
@@ -300,6 +310,7 @@ def _rank_plan(
         scalars=scalars,
         files=share.files,
         total_bytes=share.total_bytes,
+        largest_share=share.largest,
     )
 
 
@@ -464,7 +475,7 @@ def _virtual(
 def _scalars(size: int) -> Reserved:
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(size)
-    kind.set_strpad(h5py.h5t.STR_NULLPAD)
+    kind.set_strpad(h5py.h5t.STR_NULLTERM)
     kind.set_cset(h5py.h5t.CSET_UTF8)
     return Reserved((), kind, {})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +16,21 @@ import numpy as np
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io.dtypes import raw_dtype
-from hpctrain.io.extents import Extent, digest, distance, read_block, read_into
+from hpctrain.io.extents import Extent, distance
 from hpctrain.io.image import open_hdf5
+from hpctrain.io.inputs import InputFile
 from hpctrain.io.manifest import Manifest, TensorEntry
 from hpctrain.io.plan import RANK_STATE, SCALARS
 from hpctrain.io.shards import RESERVED, Box, Shape
 
+_RUN_BYTES = 32 << 20
+_GAP = 8192
 _THREADS = 4
 """Readers of one rank: enough to read, check and copy at the same time."""
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a checkpoint do not match their checksum, or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class CheckpointReader:
         path: its directory, for messages.
         manifest: what it holds.
         verify: check each extent when it is first read.
+        duty: (rank, ranks) of those that read together: in place of what it reads, each checks
+            its share of all extents, on the way, and whoever finds damage tells the others.
         places: where its files lie, in ranges; all in ``path`` where nothing is said.
         scalars: the JSON values saved with it; read from the file where they are not given.
 
@@ -77,26 +85,21 @@ class CheckpointReader:
         manifest: Manifest,
         *,
         verify: bool = True,
+        duty: tuple[int, int] | None = None,
         places: Sequence[Place] | None = None,
         scalars: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self._verify = verify
+        self._verify = verify and duty is None
+        self._duty = duty
         self._good: set[tuple[str, int]] = set()
         self._places = places
-        self._descriptors: dict[Path, int] = {}
+        self._inputs: dict[Path, InputFile] = {}
         self._lock = threading.Lock()
-        self.scalars: dict[str, Any] = dict(self._read_scalars() if scalars is None else scalars)
-
-    def _read_scalars(self) -> dict[str, Any]:
-        path = self.path / self.manifest.files[0].name
-        try:
-            with open_hdf5(path) as file:
-                found: dict[str, Any] = json.loads(file[SCALARS][()])
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: scalars cannot be read: {error}") from error
-        return found
+        self.scalars: dict[str, Any] = dict(
+            read_scalars(path, manifest) if scalars is None else scalars
+        )
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -106,11 +109,11 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._inputs:
+            self._inputs.popitem()[1].close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptors"):
+        if hasattr(self, "_inputs"):
             self.close()
 
     @property
@@ -214,14 +217,51 @@ class CheckpointReader:
             CheckpointError: see :meth:`read`.
         """
         jobs = [job for request in requests for job in self._jobs(request)]
-        jobs.sort(key=lambda job: (job.extent.file, job.extent.start))
+        if self._duty is not None:
+            # All ranks sweep through the files at the same time, so that what one reads in order
+            # to check it is in the page cache for the others' boxes.
+            jobs += [
+                _Job(name, entry, index, entry.extents[index], None, None)
+                for name, entry, index in share_of_extents(self.manifest, *self._duty)
+            ]
+            self._duty = None
+        jobs.sort(key=lambda job: (job.extent.file, job.extent.start, job.out is not None))
+        runs = list(self._runs(jobs))
         if len(jobs) < _THREADS:
-            for job in jobs:
-                self._run(job)
+            for run in runs:
+                self._run(run)
             return
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(self._run, jobs):
+            for _ in pool.map(self._run, runs):
                 pass
+
+    def _runs(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+        """Jobs, together where they read whole neighbours in a file."""
+        run: list[_Job] = []
+        end = size = 0
+        for job in jobs:
+            extent = job.extent
+            count = 0 if job.out is None else job.out.nbytes
+            near = bool(run) and extent.file == run[0].extent.file
+            near = near and 0 <= extent.start - end < _GAP and size + count <= _RUN_BYTES
+            if run and not (near and self._reads_whole(job) and self._reads_whole(run[0])):
+                yield run
+                run, size = [], 0
+            run.append(job)
+            size += count
+            end = extent.start + count
+        if run:
+            yield run
+
+    def _reads_whole(self, job: _Job) -> bool:
+        """Whether all of an extent goes straight to where it is wanted, to be checked there."""
+        return (
+            self._verify
+            and job.out is not None
+            and job.common == job.extent.box
+            and job.out.flags.c_contiguous
+            and (job.name, job.index) not in self._good
+        )
 
     def _jobs(self, request: Request) -> list[_Job]:
         entry = self.manifest.tensors.get(request.name)
@@ -252,30 +292,37 @@ class CheckpointReader:
             )
         return jobs
 
-    def _run(self, job: _Job) -> None:
-        extent, out = job.extent, job.out
-        descriptor, folder = self._open(extent)
+    def _run(self, run: Sequence[_Job]) -> None:
+        job = run[0]
+        extent, out, common = job.extent, job.out, job.common
+        file, folder = self._open(extent)
         fault: str | None = None
         try:
-            if self._verify and (job.name, job.index) not in self._good:
-                whole = job.common == extent.box and out.flags.c_contiguous
-                block = out if whole else np.empty(extent.box.shape, out.dtype)
-                read_into(descriptor, extent.start, extent.strides, block)
-                found = digest(block)
-                if found != extent.xxh3:
-                    fault = f"checksum {found}, the manifest says {extent.xxh3}"
-                elif not whole:
-                    out[...] = block[job.common.within(extent.box)]
-                self._good.add((job.name, job.index))
+            if out is None or common is None:  # to be checked alone
+                fault = _differs(extent, file.digest(extent, raw_dtype(job.entry.torch_dtype)))
+            elif self._verify and (job.name, job.index) not in self._good:
+                if not self._reads_whole(job):
+                    block = file.scratch(extent, out.dtype)
+                    fault = _differs(extent, *file.read_run([(extent, block)]))
+                    if fault is None:
+                        out[...] = block[common.within(extent.box)]
+                else:
+                    parts = [(one.extent, one.out) for one in run if one.out is not None]
+                    for one, found in zip(run, file.read_run(parts), strict=True):
+                        fault = _differs(one.extent, found)
+                        if fault is not None:
+                            job = one
+                            break
+                self._good.update((one.name, one.index) for one in run)
             else:
-                pairs = zip(job.common.offsets, extent.box.offsets, strict=True)
+                pairs = zip(common.offsets, extent.box.offsets, strict=True)
                 inside = tuple(a - b for a, b in pairs)
                 start = extent.start + distance(inside, extent.strides)
-                read_into(descriptor, start, extent.strides, out)
+                file.read(start, extent.strides, out)
         except (OSError, EOFError) as error:
             fault = str(error)
         if fault is not None:
-            raise CheckpointError(_show_fault(folder, self.manifest, job.name, extent, fault))
+            raise DamagedError(_show_fault(folder, self.manifest, job.name, job.extent, fault))
 
     def _folder_of(self, extent: Extent) -> Path | None:
         """Where an extent lies, None where it is out of reach."""
@@ -286,49 +333,56 @@ class CheckpointReader:
                 return place.folder
         return None
 
-    def _open(self, extent: Extent) -> tuple[int, Path]:
+    def _open(self, extent: Extent) -> tuple[InputFile, Path]:
         name = self.manifest.files[extent.file].name
         folder = self._folder_of(extent)
         if folder is None:
             raise CheckpointError(f"{name} at byte {extent.start}: is not on this node")
         path = folder / name
         with self._lock:
-            if path not in self._descriptors:
+            if path not in self._inputs:
                 try:
-                    self._descriptors[path] = os.open(path, os.O_RDONLY)
+                    self._inputs[path] = InputFile(path, direct=self._verify)
                 except OSError as error:
-                    raise CheckpointError(f"{path}: {error.strerror}") from error
-            return self._descriptors[path], folder
+                    raise DamagedError(f"{path}: {error.strerror}") from error
+            return self._inputs[path], folder
 
     def _missing(self, name: str) -> str:
         near = difflib.get_close_matches(name, self.manifest.tensors, 1)
         return f"there is no tensor {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
+def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The JSON values saved with a checkpoint.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    path = folder / manifest.files[0].name
+    try:
+        with open_hdf5(path) as file:
+            found: dict[str, Any] = json.loads(file[SCALARS][()])
+    except (OSError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: scalars cannot be read: {error}") from error
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """One extent of one request: the common box, and where it goes."""
+    """One extent of one request: the common box, and where it goes; None to check it alone."""
 
     name: str
     entry: TensorEntry
     index: int
     extent: Extent
-    common: Box
-    out: np.ndarray
+    common: Box | None
+    out: np.ndarray | None
 
 
-def _read_verified(
-    descriptor: int, extent: Extent, dtype: np.dtype
-) -> tuple[np.ndarray, str | None]:
-    """The whole extent, and what is wrong with it."""
-    try:
-        block = read_block(descriptor, extent.start, extent.strides, extent.box.shape, dtype)
-    except (OSError, EOFError) as error:
-        return np.empty(0, dtype), str(error)
-    found = digest(block)
-    if found != extent.xxh3:
-        return block, f"checksum {found}, the manifest says {extent.xxh3}"
-    return block, None
+def _differs(extent: Extent, found: str) -> str | None:
+    if found == extent.xxh3:
+        return None
+    return f"checksum {found}, the manifest says {extent.xxh3}"
 
 
 def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
@@ -338,7 +392,7 @@ def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault
 
 def tensor_problems(
     folder: Path, names: Sequence[str], tensors: Mapping[str, TensorEntry]
-) -> Iterator[str]:
+) -> list[str]:
     """Faults of the extents of some tensors, whose files lie in one folder.
 
     Args:
@@ -346,50 +400,65 @@ def tensor_problems(
         names: of the files, by number.
         tensors: by name; they need not be whole.
     """
-    descriptors: dict[int, int] = {}
-    try:
-        for name, entry in tensors.items():
-            for extent in entry.extents:
-                file = folder / names[extent.file]
-                if extent.file not in descriptors:
-                    try:
-                        descriptors[extent.file] = os.open(file, os.O_RDONLY)
-                    except OSError as error:
-                        yield f"{file}: {error.strerror}"
-                        return
-                dtype = raw_dtype(entry.torch_dtype)
-                _, fault = _read_verified(descriptors[extent.file], extent, dtype)
-                if fault is not None:
-                    yield f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    extents = [(name, t, extent) for name, t in tensors.items() for extent in t.extents]
+    return _problems(folder, names, extents)
 
 
 def extent_problems(path: Path, manifest: Manifest, part: int, parts: int) -> list[str]:
     """Faults of every ``parts``-th extent, by bytes read and checksum; empty where all is well."""
     problems = []
-    descriptors: dict[int, int] = {}
+    for name, entry in manifest.tensors.items():
+        if sum(extent.box.elements for extent in entry.extents) != math.prod(entry.shape):
+            problems.append(f"{path}: {name}: the extents do not fill {list(entry.shape)}")
+    mine = share_of_extents(manifest, part, parts)
+    names = [file.name for file in manifest.files]
+    return problems + _problems(path, names, [(n, t, t.extents[i]) for n, t, i in mine])
+
+
+def share_of_extents(
+    manifest: Manifest, part: int, parts: int
+) -> list[tuple[str, TensorEntry, int]]:
+    """Every ``parts``-th extent in the order of the files: tensor, its entry, extent's number."""
+    extents = [
+        (name, entry, index)
+        for name, entry in manifest.tensors.items()
+        for index in range(len(entry.extents))
+    ]
+    extents.sort(key=lambda item: (item[1].extents[item[2]].file, item[1].extents[item[2]].start))
+    return extents[part::parts]
+
+
+def _problems(
+    folder: Path, names: Sequence[str], extents: Sequence[tuple[str, TensorEntry, Extent]]
+) -> list[str]:
+    """Read extents, several at a time, and hold them against their checksums."""
+    files: dict[int, InputFile] = {}
     try:
-        number = 0
-        for name, entry in manifest.tensors.items():
-            if sum(e.box.elements for e in entry.extents) != math.prod(entry.shape):
-                problems.append(f"{path}: {name}: the extents do not fill {list(entry.shape)}")
-            for extent in entry.extents:
-                number += 1
-                if number % parts != part:
-                    continue
-                if extent.file not in descriptors:
-                    file = path / manifest.files[extent.file].name
-                    try:
-                        descriptors[extent.file] = os.open(file, os.O_RDONLY)
-                    except OSError as error:
-                        return [*problems, f"{file}: {error.strerror}"]
-                dtype = raw_dtype(entry.torch_dtype)
-                _, fault = _read_verified(descriptors[extent.file], extent, dtype)
-                if fault is not None:
-                    problems.append(_show_fault(path, manifest, name, extent, fault))
+        for number in {extent.file for _, _, extent in extents}:
+            try:
+                # Through the page cache: what another layout reads of it next is then there.
+                files[number] = InputFile(folder / names[number], direct=False)
+            except OSError as error:
+                return [f"{folder / names[number]}: {error.strerror}"]
+
+        def look(item: tuple[str, TensorEntry, Extent]) -> str | None:
+            name, entry, extent = item
+            try:
+                found = files[extent.file].digest(extent, raw_dtype(entry.torch_dtype))
+            except (OSError, EOFError) as error:
+                fault = str(error)
+            else:
+                different = _differs(extent, found)
+                if different is None:
+                    return None
+                fault = different
+            file = folder / names[extent.file]
+            return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
+
+        if len(extents) < _THREADS:
+            return [fault for fault in map(look, extents) if fault is not None]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [fault for fault in pool.map(look, extents) if fault is not None]
     finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    return problems
+        for file in files.values():
+            file.close()

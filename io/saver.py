@@ -10,33 +10,27 @@ buffer at the same step, and a rank that fails leaves none waiting.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.io import directory
-from hpctrain.io.comm import Communicator, fault_text, on_all, on_root
+from hpctrain.io.buffers import Buffers, SaveOptions
+from hpctrain.io.comm import Communicator, fault_text, on_root, summed
 from hpctrain.io.directory import step_name
-from hpctrain.io.flush import Abandoned, WriteOptions
-from hpctrain.io.parts import Sealer
-from hpctrain.io.plan import FileKind, RankPlan, make_plan, rank_state_spec
-from hpctrain.io.shards import ShardSpec
+from hpctrain.io.flush import Abandoned
 from hpctrain.io.snapshot import Snapshot
 from hpctrain.io.sources import Sources
-from hpctrain.io.staging import Batch, Item, Staging
 from hpctrain.io.store import STORE, StoreTier
-from hpctrain.io.tiers import MemoryTier, Tier
+from hpctrain.io.tiers import MEMORY, MemoryTier, Tier
+from hpctrain.io.worker import Worker
 
-WhenBusy = Literal["wait", "skip"]
-_SCALARS_ROOM = 32 << 10
 _IDLE_SECONDS = 0.002
 
 
@@ -51,7 +45,8 @@ class Outcome:
         bytes: of all its files.
         seconds: from the save to the end.
         tiers: levels that hold it on every rank.
-        warnings: what went wrong without harm to it (rank 0): levels, retention.
+        warnings: what went wrong without harm to it (rank 0): levels, and whatever else the
+            background had to say meanwhile (retention, leftovers).
         error: why it is not there.
     """
 
@@ -67,24 +62,6 @@ class Outcome:
     def failed(cls, step: int, error: CheckpointError) -> Outcome:
         """One that never began."""
         return cls(step, None, 0, 0.0, error=error)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How checkpoints are taken.
-
-    Attributes:
-        files: one, a node or a rank.
-        buffers: checkpoints that may be in flight at a time; each costs the rank's share of
-            the state in host memory.
-        when_busy: where all buffers are taken, wait for one or skip the checkpoint.
-        write: see WriteOptions.
-    """
-
-    files: FileKind = "one"
-    buffers: int = 2
-    when_busy: WhenBusy = "wait"
-    write: WriteOptions = field(default_factory=WriteOptions)
 
 
 class Saver:
@@ -120,24 +97,17 @@ class Saver:
         self.store = StoreTier(self.root, comm.rank, writer, keep, self.options.write)
         self._tiers: dict[str, Tier] = {tier.name: tier for tier in (*tiers, self.store)}
         self._sequence = self._newest_sequence()
-        self._memory = next((t for t in tiers if isinstance(t, MemoryTier)), None)
-        self._plan: RankPlan | None = None
-        self._plan_specs: tuple[ShardSpec, ...] = ()
-        self._room = _SCALARS_ROOM
-        self._too_small = False
-        self._buffers: list[Staging] = []
-        self._batches: dict[int, tuple[frozenset[int], Sequence[Batch]]] = {}
-        self._sealer: Sealer | None = None
+        memory = next((t for t in tiers if isinstance(t, MemoryTier)), None)
+        self._buffers = Buffers(comm, self.options, node, memory)
         self._flight: list[Snapshot] = []
         self.copy_seconds: deque[float] = deque(maxlen=100)
-        self._in_memory: Staging | None = None
         self._latest: Snapshot | None = None
         self._finished: list[Outcome] = []
-        self._warnings: list[str] = []
+        self._warnings: deque[str] = deque()
         self._hurry = False
-        self._copier = _Worker("checkpoint-copier")
-        self._writer = _Worker("checkpoint-writer")
-        self._keeper = _Worker("checkpoint-keeper")
+        self._copier = Worker("checkpoint-copier")
+        self._writer = Worker("checkpoint-writer")
+        self._keeper = Worker("checkpoint-keeper")
 
     def _newest_sequence(self) -> int:
         """Of all levels of all ranks; the store's is looked up by rank 0 for all."""
@@ -178,32 +148,38 @@ class Saver:
                 memory for the buffers.
         """
         self.wait_copied()
-        self._agree_on_plan(sources, per_rank)
+        buffers = self._buffers
+        if buffers.outdated(sources):
+            while self._flight:
+                time.sleep(_IDLE_SECONDS)
+                self._advance()
+            fault = buffers.lay_out(sources, per_rank)
+            if fault is not None:
+                self._warnings.append(fault)
+                del self._tiers[MEMORY]
         asked = frozenset(tiers) & self._tiers.keys()
         if not asked:
             return False
-        staging = self._free_buffer()
+        staging = buffers.free(self._flight)
         if staging is None and self.options.when_busy == "skip":
             self._advance()
-            staging = self._free_buffer()
+            staging = buffers.free(self._flight)
             if staging is None:
                 return False
         while staging is None:
             time.sleep(_IDLE_SECONDS)
             self._advance()
-            staging = self._free_buffer()
-        assert self._sealer is not None
+            staging = buffers.free(self._flight)
         self._sequence += 1
-        if self._memory is not None:
-            self._memory.forget(staging)
+        buffers.forget(staging)
         sources.begin()
-        batches = self._arranged(staging, sources)
+        batches = buffers.arranged(staging, sources)
         snapshot = Snapshot(
             step=step,
             sequence=self._sequence,
             staging=staging,
             sources=sources,
-            sealer=self._sealer,
+            sealer=buffers.sealer,
             scalars={**scalars, "step": step},
             tiers=asked,
             batches=batches,
@@ -211,9 +187,12 @@ class Saver:
         )
         self._flight.append(snapshot)
         self._latest = snapshot
-        self._copier.do(snapshot.copy)
-        self._writer.do(lambda: self._write(snapshot))
+        self._copier.do(lambda: self._take(snapshot))
         return True
+
+    def _take(self, snapshot: Snapshot) -> None:
+        self._writer.do(lambda: self._write(snapshot))
+        snapshot.copy()
 
     def wait_copied(self) -> None:
         """Return when the tensors of the last save may change. To be called before they do."""
@@ -226,6 +205,10 @@ class Saver:
         boundaries. Cheap, and free while nothing is in flight."""
         self._advance()
         finished, self._finished = self._finished, []
+        if finished and self._warnings:
+            told = [self._warnings.popleft() for _ in range(len(self._warnings))]
+            last = finished[-1]
+            finished[-1] = replace(last, warnings=(*last.warnings, *told))
         return finished
 
     @property
@@ -243,16 +226,11 @@ class Saver:
                 self._advance()
                 if self._flight:
                     time.sleep(pause)
-                    pause = min(2 * pause, 0.01)
+                    pause = min(2 * pause, 0.002)
             self._keeper.wait()
         finally:
             self._hurry = False
         return self.poll()
-
-    def take_warnings(self) -> list[str]:
-        """What went wrong in the background without harm to a checkpoint, since the last call."""
-        found, self._warnings = self._warnings, []
-        return found
 
     def close(self, *, forget: bool = True) -> None:
         """Stop the threads and free the memory; what is in flight is given up.
@@ -267,104 +245,7 @@ class Saver:
             worker.stop()
         for tier in self._tiers.values():
             tier.close(forget=forget)
-        self._free_buffers()
-
-    # ---- layout and buffers -----------------------------------------------------------------
-
-    def _agree_on_plan(
-        self, sources: Sources, per_rank: Callable[[], Mapping[str, np.ndarray]]
-    ) -> None:
-        same = (
-            self._plan is not None
-            and not self._too_small
-            and (sources.specs is self._plan_specs or sources.specs == self._plan_specs)
-        )
-        changed = np.zeros(1, np.int64)
-        self.comm.Allreduce(np.array([0 if same else 1], np.int64), changed)
-        if not changed[0]:
-            return
-        while self._flight:
-            time.sleep(_IDLE_SECONDS)
-            self._advance()
-        self._free_buffers()
-        if self._too_small:
-            self._room, self._too_small = 4 * self._room, False
-        rank, size = self.comm.rank, self.comm.size
-        specs = (
-            *sources.specs,
-            *(rank_state_spec(name, array, rank, size) for name, array in per_rank().items()),
-        )
-        plan = make_plan(
-            self.comm, specs, files=self.options.files, node=self.node, scalars_bytes=self._room
-        )
-        self._make_buffers(plan)
-        self._plan, self._plan_specs = plan, sources.specs
-        self._sealer = Sealer(plan)
-
-    def _make_buffers(self, plan: RankPlan) -> None:
-        if self._memory is not None:
-            try:
-                self._map_memory(plan, self._memory)
-                return
-            except CheckpointError as error:
-                # The same on every rank. Other levels need no room in a tmpfs.
-                self._free_buffers()
-                self._warnings.append(f"level {self._memory.name} is left out: {error.message}")
-                del self._tiers[self._memory.name]
-                self._memory = None
-
-        def make() -> None:
-            for _ in range(self.options.buffers):
-                self._buffers.append(Staging(plan))
-
-        on_all(self.comm, make)
-
-    def _map_memory(self, plan: RankPlan, memory: MemoryTier) -> None:
-        numbers = range(self.options.buffers)
-        # A restart on the same layout finds its newest image and must not overwrite it.
-        held = self.comm.allgather(tuple(memory.held(n, plan.digest) for n in numbers))
-        if not any(held[0]) or any(other != held[0] for other in held):
-            held = []
-            on_all(self.comm, memory.clear)
-
-        def make() -> None:
-            for number in numbers:
-                keep = bool(held and held[0][number])
-                self._buffers.append(Staging(plan, memory.folder(number), keep=keep))
-
-        on_all(self.comm, make)
-        if held:
-            self._in_memory = self._buffers[max(numbers, key=lambda n: held[0][n])]
-
-    def _free_buffers(self) -> None:
-        self._plan = None
-        self._in_memory = None
-        for staging in self._buffers:
-            staging.close()
-        self._buffers = []
-        self._batches = {}
-
-    def _arranged(self, staging: Staging, sources: Sources) -> Sequence[Batch]:
-        """What can be copied later; what cannot is copied now."""
-        eager = sources.eager
-        if eager:
-            assert self._plan is not None
-            there = [index for index in eager if self._plan.places[index] is not None]
-            sources.copy([Item(index, ..., staging.view(index)) for index in there])
-        known = self._batches.get(id(staging))
-        if known is None or known[0] is not eager:
-            own = range(len(sources.specs), len(staging.plan.specs))
-            known = self._batches[id(staging)] = (eager, staging.batches(eager.union(own)))
-        return known[1]
-
-    def _free_buffer(self) -> Staging | None:
-        taken = [snapshot.staging for snapshot in self._flight]
-        for staging in self._buffers:
-            if not any(staging is other for other in taken) and (
-                staging is not self._in_memory or len(self._buffers) == 1
-            ):
-                return staging
-        return None
+        self._buffers.close()
 
     # ---- the writer thread ------------------------------------------------------------------
 
@@ -382,6 +263,9 @@ class Saver:
             except BaseException as error:
                 # Whatever ends this thread, the training thread must not wait for it.
                 snapshot.faults[name] = fault_text(error)
+        if self.comm.size == 1 and STORE in snapshot.reached:
+            # There is nobody to agree with.
+            self._commit(snapshot)
         snapshot.done = True
 
     def _commit(self, snapshot: Snapshot) -> None:
@@ -398,16 +282,19 @@ class Saver:
     def _advance(self) -> None:
         if not self._flight:
             return
+        alone = self.comm.size == 1 and MEMORY not in self._tiers
+        if alone and not any(snapshot.news for snapshot in self._flight):
+            return
         names = list(self._tiers)
-        mine = np.array([_status(snapshot, names) for snapshot in self._flight], np.int64)
-        counts = np.zeros_like(mine)
-        self.comm.Allreduce(mine, counts)
         size = self.comm.size
-        for snapshot, row in zip(tuple(self._flight), counts.tolist(), strict=True):
+        rows = [_status(snapshot, names) for snapshot in self._flight]
+        if size > 1:
+            rows = summed(self.comm, np.array(rows, np.int64)).tolist()
+        for snapshot, row in zip(tuple(self._flight), rows, strict=True):
             done, failed, committed, commit_failed, *reached = row
             everywhere = tuple(n for n, count in zip(names, reached, strict=True) if count == size)
-            if self._memory is not None and self._memory.name in everywhere:
-                self._in_memory = snapshot.staging
+            if MEMORY in everywhere:
+                self._buffers.in_memory = snapshot.staging
             if failed:
                 snapshot.abandoned = True
             if done < size:
@@ -424,18 +311,13 @@ class Saver:
         """A checkpoint ended, on every rank in the same call."""
         self._flight = [other for other in self._flight if other is not snapshot]
         self.copy_seconds.append(snapshot.copy_seconds)
-        self._too_small = self._too_small or snapshot.scalars_too_long
+        self._buffers.too_small |= snapshot.scalars_too_long
         if failed:
             everywhere = tuple(name for name in everywhere if name != STORE)
-        for name in everywhere:
-            # From here on every rank knows that this one is durable.
-            self._keeper.do(_call(self._retain, self._tiers[name], snapshot))
+        # From here on every rank knows what is durable.
+        self._keeper.do(_call(self._tidy, snapshot, everywhere, failed))
         seconds = time.perf_counter() - snapshot.begun
-        error = None
-        if failed:
-            if self.comm.rank == 0:
-                self._keeper.do(_call(self.store.discard, snapshot))
-            error = self._failure(snapshot)
+        error = self._failure(snapshot) if failed else None
         stored = STORE in everywhere
         plan = snapshot.staging.plan
         self._finished.append(
@@ -474,11 +356,14 @@ class Saver:
             f"level {name}: {fault}" for name, fault in snapshot.faults.items() if name != STORE
         )
 
-    def _retain(self, tier: Tier, snapshot: Snapshot) -> None:
-        try:
-            self._warnings += tier.retain(snapshot)
-        except Exception as error:
-            self._warnings.append(f"level {tier.name}: {fault_text(error)}")
+    def _tidy(self, snapshot: Snapshot, levels: tuple[str, ...], failed: bool) -> None:
+        if failed and self.comm.rank == 0:
+            self.store.discard(snapshot)
+        for name in levels:
+            try:
+                self._warnings.extend(self._tiers[name].retain(snapshot))
+            except Exception as error:
+                self._warnings.append(f"level {name}: {fault_text(error)}")
 
 
 def _status(snapshot: Snapshot, names: Sequence[str]) -> list[int]:
@@ -497,35 +382,3 @@ def _status(snapshot: Snapshot, names: Sequence[str]) -> list[int]:
 
 def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
     return lambda: function(*args)
-
-
-class _Worker:
-    """A thread that does one thing after the other; started by the first."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def do(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._queue.put(work)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-
-    def wait(self) -> None:
-        """Return when everything handed in so far is done."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._queue.put(done.set)
-            done.wait()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None

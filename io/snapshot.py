@@ -88,13 +88,21 @@ class Snapshot:
         """Why there is nothing to write: a tensor changed too early, or a bug."""
         return self._error
 
+    @property
+    def news(self) -> bool:
+        """Whether this rank has done something that the others may wait for."""
+        return self.done and (
+            not self.committing or self.committed or self.commit_fault is not None
+        )
+
     # ---- training thread --------------------------------------------------------------------
 
     def wait_copied(self) -> None:
         """Return when the tensors may change; copies itself what is not yet begun."""
         if not self._ordered:
-            self._copy_batches()
-            self._issued.wait()
+            if not self._issued.is_set():
+                self._copy_batches()
+                self._issued.wait()
             self._sources.order()
             self._ordered = True
 

@@ -7,7 +7,7 @@ memory, on a device or somewhere else, and what has to happen before they may ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,11 @@ class Sources(Protocol):
     def eager(self) -> frozenset[int]: ...
     @property
     def lands_at_settle(self) -> bool: ...
+
+    def register(self, images: Sequence[np.ndarray]) -> Callable[[], None]:
+        """Called in the training thread with the buffers that all copies go to, when they are
+        made: a device copies faster into memory that it knows. What comes back is called before
+        they are freed."""
 
     def begin(self) -> None:
         """Called in the training thread when a snapshot begins."""
@@ -69,6 +74,9 @@ class HostSources:
         self.eager: frozenset[int] = frozenset()
         self.lands_at_settle = False
         self._arrays = [shard.array for shard in shards]
+
+    def register(self, images: Sequence[np.ndarray]) -> Callable[[], None]:
+        return lambda: None
 
     def begin(self) -> None:
         return

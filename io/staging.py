@@ -141,7 +141,7 @@ class Staging:
     @property
     def scalars_room(self) -> int:
         """Bytes that the JSON scalars may have; 0 where another rank writes them."""
-        return 0 if self.plan.scalars is None else self.plan.scalars[2]
+        return 0 if self.plan.scalars is None else self.plan.scalars[2] - 1
 
     def set_scalars(self, text: bytes) -> None:
         """Write the JSON scalars at their place, NUL-padded.
@@ -151,8 +151,8 @@ class Staging:
         """
         assert self.plan.scalars is not None
         piece, start, room = self.plan.scalars
-        if len(text) > room:
-            raise ValueError(f"scalars of {len(text)} bytes; there is room for {room}")
+        if len(text) >= room:  # a NUL ends them
+            raise ValueError(f"scalars of {len(text)} bytes; there is room for {room - 1}")
         place = self.images[piece][start : start + room]
         place[: len(text)] = np.frombuffer(text, np.uint8)
         place[len(text) :] = 0

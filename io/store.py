@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from hpctrain.errors import CheckpointError
 from hpctrain.io import directory
@@ -14,6 +15,7 @@ from hpctrain.io.flush import WriteOptions, allocated_bytes, write_pieces
 from hpctrain.io.manifest import CHECKSUM, MANIFEST, seal
 from hpctrain.io.parts import Part, merge, part_name, read_part
 from hpctrain.io.plan import RankPlan
+from hpctrain.io.quota import quota_left
 from hpctrain.io.snapshot import Snapshot
 from hpctrain.units import format_bytes
 
@@ -98,10 +100,11 @@ class StoreTier:
         shutil.rmtree(self._aside(snapshot), ignore_errors=True)
 
     def retain(self, snapshot: Snapshot) -> list[str]:
-        """Remove all but the newest, on rank 0; a line about each that could not be."""
+        """Remove all but the newest, on rank 0; a line about each that could not be. What a
+        writer elsewhere left goes too, once it is sure that it is dead."""
         if self._rank != 0:
             return []
-        warnings = []
+        warnings = directory.clean(self.root, elsewhere_only=True)
         for step in directory.by_commit(self.root)[self.keep :]:
             try:
                 directory.remove(self.root, step)
@@ -121,8 +124,14 @@ class StoreTier:
         free = found.f_bavail * found.f_frsize
         # Other ranks may have begun: what they wrote is no longer free and not wanted again.
         wanted = plan.total_bytes - allocated_bytes(folder)
+        left = quota_left(self.root)
+        if left is not None and wanted > left.bytes:
+            self._refuse(wanted, f"{format_bytes(left.bytes)} left of the {left.whose}'s quota")
         if wanted > free:
-            raise CheckpointError(
-                f"{self.root}: {format_bytes(wanted)} wanted, {format_bytes(free)} free",
-                hint="free some space, lower checkpoint.keep, or set checkpoint.path",
-            )
+            self._refuse(wanted, f"{format_bytes(free)} free")
+
+    def _refuse(self, wanted: int, there: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.root}: {format_bytes(wanted)} wanted, {there}",
+            hint="free some space, lower checkpoint.keep, or set checkpoint.path",
+        )

@@ -26,6 +26,7 @@ from hpctrain.io.staging import Staging
 MEMORY = "memory"
 NODE = "node"
 PARTNER = "partner"
+PARITY = "parity"
 
 
 class Tier(Protocol):

@@ -124,7 +124,10 @@ def _folder(path: Path, stripes: int | None) -> Iterator[Path]:
 
 
 def _measure(folder: Path, files: str, direct: bool, writers: int, share: int) -> float:
-    buffer = mmap.mmap(-1, BLOCK_BYTES)
+    # As the savers' own: in huge pages a transfer is twice as fast.
+    buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
     buffer.write(os.urandom(1 << 20) * (BLOCK_BYTES >> 20))
     view = memoryview(buffer)
     faults: list[OSError] = []

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from hpctrain.cli import output
-from hpctrain.cli.options import json_option, runs_option, set_option
-from hpctrain.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from hpctrain.io.checkpoint import CheckpointReader, CheckpointStore
-
-_PATH = click.Path(path_type=Path)
+from hpctrain.cli.checkpoint_convert import export, import_, reshard, tune
+from hpctrain.cli.checkpoint_place import checkpoint_argument, find_store, newest_step, opened
+from hpctrain.cli.options import json_option, runs_option
+from hpctrain.errors import CheckpointError
 
 
 @click.group(short_help="Look at checkpoints, check, compare and convert them.")
@@ -27,68 +22,6 @@ def command() -> None:
     Where a CHECKPOINT is asked for, give its directory (…/step00000100), a directory of
     checkpoints, a run directory or a run's id; of several the newest is meant, or --step.
     """
-
-
-def _place(function: Callable[..., None]) -> Callable[..., None]:
-    """A CHECKPOINT argument with --step and --runs."""
-    argument = click.argument("place", metavar="CHECKPOINT")
-    step = click.option("--step", type=int, help="Step of the checkpoint. [the newest]")
-    return argument(step(runs_option(function)))
-
-
-def _store(text: str, runs: Path) -> tuple[CheckpointStore, int | None]:
-    """The directory of checkpoints that a person means, and the step where it is said."""
-    from hpctrain.io import directory
-    from hpctrain.io.checkpoint import CheckpointStore
-    from hpctrain.io.comm import SoloCommunicator
-
-    path = Path(text)
-    step = None
-    if directory.step_of(path.absolute().name) is not None and path.is_dir():
-        step = directory.step_of(path.absolute().name)
-        root = path.absolute().parent
-    elif path.is_dir() and directory.committed(path):
-        root = path
-    else:
-        root = _root_of_run(text, runs)
-    return CheckpointStore(root, SoloCommunicator()), step
-
-
-def _root_of_run(text: str, runs: Path) -> Path:
-    from hpctrain.rundir import RunDir
-    from hpctrain.spec import read_job
-
-    try:
-        run = RunDir.find(text, runs)
-    except UsageError:
-        if Path(text).is_dir():
-            raise CheckpointError(f"{text}: there is no checkpoint in it") from None
-        raise UsageError(
-            f"{text!r} is neither a directory of checkpoints nor a run",
-            hint="give …/step00000100, the directory it is in, or a run's id",
-        ) from None
-    settings = read_job(run.job).spec.checkpoint
-    return Path(settings.path) if settings.path else run.checkpoints
-
-
-def _newest(store: CheckpointStore) -> int:
-    from hpctrain.io import directory
-
-    steps = directory.by_commit(store.root)
-    if not steps:
-        raise CheckpointError(f"{store.root}: there is no checkpoint")
-    return steps[0]
-
-
-@contextmanager
-def _opened(
-    place: str, runs: Path, step: int | None, *, verify: bool = True
-) -> Iterator[CheckpointReader]:
-    store, named = _store(place, runs)
-    if step is None:
-        step = named
-    with store.open(_newest(store) if step is None else step, verify=verify) as reader:
-        yield reader
 
 
 @command.command("ls")
@@ -101,7 +34,7 @@ def list_(place: str, runs: Path, as_json: bool) -> None:
     from hpctrain.io.manifest import read_manifest
     from hpctrain.units import format_bytes, format_count, format_duration
 
-    store, _ = _store(place, runs)
+    store, _ = find_store(place, runs)
     rows: list[dict[str, Any]] = []
     for step in directory.by_commit(store.root):
         folder = store.root / directory.step_name(step)
@@ -150,7 +83,7 @@ def list_(place: str, runs: Path, as_json: bool) -> None:
 
 
 @command.command()
-@_place
+@checkpoint_argument
 @click.option("--tensors", metavar="PATTERN", help="Also list tensors: '*', 'model/*.weight' …")
 @json_option
 def inspect(place: str, step: int | None, runs: Path, tensors: str | None, as_json: bool) -> None:
@@ -159,7 +92,7 @@ def inspect(place: str, step: int | None, runs: Path, tensors: str | None, as_js
 
     from hpctrain.units import format_bytes, format_count
 
-    with _opened(place, runs, step) as reader:
+    with opened(place, runs, step) as reader:
         manifest = reader.manifest
         forms = reader.tensors()
         kinds: dict[str, list[int]] = {}
@@ -238,7 +171,7 @@ def inspect(place: str, step: int | None, runs: Path, tensors: str | None, as_js
 
 
 @command.command()
-@_place
+@checkpoint_argument
 @click.option("--deep", is_flag=True, help="Read every byte; without, manifest, sizes, headers.")
 @click.option("--all", "every", is_flag=True, help="All checkpoints of the directory.")
 @json_option
@@ -246,8 +179,8 @@ def verify(
     place: str, step: int | None, runs: Path, deep: bool, every: bool, as_json: bool
 ) -> None:
     """Check checkpoints against their checksums; exit code 5 where one is damaged."""
-    store, named = _store(place, runs)
-    steps = store.steps() if every else [step or named or _newest(store)]
+    store, named = find_store(place, runs)
+    steps = store.steps() if every else [step or named or newest_step(store)]
     found = {number: store.verify(number, deep=deep) for number in steps}
     bad = {number: faults for number, faults in found.items() if faults}
     if as_json:
@@ -282,7 +215,7 @@ def diff(
     """
     from hpctrain.io.compare import differences
 
-    with _opened(one, runs, step_a) as a, _opened(other, runs, step_b) as b:
+    with opened(one, runs, step_a) as a, opened(other, runs, step_b) as b:
         found = list(differences(a, b))
         scalars = [d for d in found if d.name.startswith("scalar ")]
         tensors = [d for d in found if not d.name.startswith("scalar ")]
@@ -328,7 +261,7 @@ def prune(place: str, keep: int, dry_run: bool, runs: Path) -> None:
     """
     from hpctrain.io import directory
 
-    store, _ = _store(place, runs)
+    store, _ = find_store(place, runs)
     kept: list[int] = []
     going: list[tuple[int, str]] = []
     for step in directory.by_commit(store.root):
@@ -351,217 +284,8 @@ def prune(place: str, keep: int, dry_run: bool, runs: Path) -> None:
     output.line(f"kept step {', '.join(map(str, kept))}")
 
 
-@command.command()
-@_place
-@click.argument("target", metavar="TARGET", type=_PATH)
-@click.option(
-    "--format",
-    "kind",
-    type=click.Choice(["safetensors", "hf", "dcp", "hdf5"]),
-    required=True,
-    help="safetensors under our names; hf: Hugging Face's GPT-2 or Llama with config.json; dcp: "
-    "torch.distributed.checkpoint; hdf5: a checkpoint of one file without virtual data sets.",
-)
-@click.option("--weights-only", is_flag=True, help="Leave optimizer states out.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="float32",
-    show_default=True,
-    help="Of the weights, for hf.",
-)
-def export(
-    place: str,
-    step: int | None,
-    runs: Path,
-    target: Path,
-    kind: str,
-    weights_only: bool,
-    dtype: str,
-) -> None:
-    """Convert a checkpoint for other programs.
-
-    \b
-      hpctrain checkpoint export my-run weights/ --format hf --dtype bfloat16
-      hpctrain checkpoint export my-run --step 500 all/ --format safetensors
-    """
-    from hpctrain.io import exchange
-
-    with _opened(place, runs, step) as reader:
-        if kind == "hf":
-            exchange.export_huggingface(reader, target, torch_dtype=dtype)
-        elif kind == "safetensors":
-            exchange.export_safetensors(reader, target, optimizer=not weights_only)
-        elif kind == "hdf5":
-            exchange.export_hdf5(reader, target, optimizer=not weights_only)
-        else:
-            from hpctrain.train.dcp import export_dcp
-
-            export_dcp(reader, target, optimizer=not weights_only)
-        output.note(f"step {reader.step} is in {target}")
-
-
-@command.command("import")
-@click.argument("source", metavar="SOURCE", type=_PATH)
-@click.argument("root", metavar="DIRECTORY", type=_PATH)
-@click.option("--step", type=int, help="Number to give it. [its own, or 0]")
-def import_(source: Path, root: Path, step: int | None) -> None:
-    """Make a checkpoint of what another program wrote, in a directory of checkpoints.
-
-    SOURCE is a safetensors file or directory (ours, or Hugging Face's with its config.json), or
-    a torch.distributed.checkpoint directory. A job starts from it with checkpoint.path.
-    """
-    if not source.exists():
-        raise UsageError(f"{source}: is not there")
-    left_out: list[str] = []
-    if source.is_dir() and (source / ".metadata").exists():
-        from hpctrain.train.dcp import import_dcp
-
-        report, left_out = import_dcp(source, root, step=step)
-    else:
-        from hpctrain.io.exchange import import_safetensors
-
-        report = import_safetensors(source, root, step=step)
-    if left_out:
-        output.warn(f"left out, for they are no tensors: {', '.join(left_out[:10])}")
-    output.note(f"{source} is in {report.path}")
-    model = _model_section(report.path)
-    if model:
-        output.line("model:")
-        for key, value in model.items():
-            output.line(f"  {key}: {str(value).lower() if isinstance(value, bool) else value}")
-
-
-def _model_section(path: Path) -> dict[str, Any]:
-    with _opened(str(path), path, None) as reader:
-        model = reader.scalars.get("model") or {}
-        return {key: value for key, value in model.items() if value is not None and value != {}}
-
-
-@command.command()
-@_place
-@click.option("--job", metavar="JOB", type=click.Path(), required=True, help="Job file.")
-@set_option
-@click.option("--dry-run", is_flag=True, help="The only way: see above.")
-@json_option
-def reshard(
-    place: str,
-    step: int | None,
-    runs: Path,
-    job: str,
-    overrides: tuple[str, ...],
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Show what each rank of a job would read of a checkpoint, and whether it fits.
-
-    There is no resharding to be done: a checkpoint holds whole tensors, and a job of any layout
-    reads its parts of them when it starts.
-    """
-    from hpctrain.cli.prepare import prepare
-    from hpctrain.spec import parse_job
-    from hpctrain.train.reshard import shares
-    from hpctrain.units import format_bytes
-
-    if not dry_run:
-        output.note("nothing to do: a job of any layout reads a checkpoint as it is")
-    path = Path(job)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    spec = prepare(parse_job(text, str(path), overrides), path.absolute().parent).job.spec
-    with _opened(place, runs, step) as reader:
-        found = list(shares(reader, spec))
-        total = reader.manifest.total_bytes
-    if as_json:
-        rows = [
-            {
-                "rank": s.rank,
-                "coordinates": s.coordinates,
-                "tensors": s.tensors,
-                "bytes": s.bytes,
-                "extents": s.extents,
-                "files": s.files,
-            }
-            for s in found
-        ]
-        output.emit_json({"checkpoint_bytes": total, "ranks": rows})
-        return
-    axes = [axis for axis in found[0].coordinates if any(s.coordinates[axis] for s in found)]
-    output.table(
-        ("rank", *axes, "tensors", "reads", "extents", "files"),
-        [
-            (
-                str(s.rank),
-                *(str(s.coordinates[axis]) for axis in axes),
-                str(s.tensors),
-                format_bytes(s.bytes),
-                str(s.extents),
-                str(s.files),
-            )
-            for s in found
-        ],
-        right=tuple(range(5 + len(axes))),
-    )
-    read = sum(s.bytes for s in found)
-    output.line(f"all ranks read {format_bytes(read)} of a checkpoint of {format_bytes(total)}")
-
-
-@command.command()
-@click.argument("path", metavar="PATH", type=_PATH)
-@click.option("--writers", type=click.IntRange(1, 64), default=4, show_default=True)
-@click.option("--size", default="256MiB", show_default=True, help="Bytes of a measurement.")
-@click.option("--repeat", type=click.IntRange(1, 20), default=3, show_default=True)
-@json_option
-def tune(path: Path, writers: int, size: str, repeat: int, as_json: bool) -> None:
-    """Measure a directory's storage and say how checkpoints should be written there."""
-    from hpctrain.io.tune import Measurement
-    from hpctrain.io.tune import tune as measure
-    from hpctrain.units import format_bytes, parse_bytes
-
-    try:
-        total = parse_bytes(size)
-    except ValueError as error:
-        raise UsageError(f"--size: {error}") from None
-
-    def show(m: Measurement) -> None:
-        output.note(_words(m) + f": {format_bytes(m.bytes_per_second)}/s")
-
-    advice = measure(path, writers=writers, total=total, repeat=repeat, tell=show)
-    if as_json:
-        output.emit_json(
-            {
-                "path": str(path),
-                "file_system": advice.kind,
-                "writers": writers,
-                "measurements": [
-                    {
-                        "files": m.files,
-                        "direct": m.direct,
-                        "stripes": m.stripes,
-                        "bytes_per_second": m.bytes_per_second,
-                    }
-                    for m in advice.measurements
-                ],
-                "files": advice.files,
-                "direct": advice.direct,
-                "stripes": advice.stripes,
-            }
-        )
-        return
-    output.line(f"# {path}: {advice.kind or 'unknown file system'}, {writers} writers")
-    output.line("checkpoint:")
-    output.line(f"  files: {advice.files}")
-    output.line(f"  direct: {'true' if advice.direct else 'false'}")
-    if advice.stripes is not None:
-        output.line(f"# before the first checkpoint: lfs setstripe -c {advice.stripes} {path}")
-
-
-def _words(m: Any) -> str:
-    files = "one file" if m.files == "one" else "a file a writer"
-    how = "past the page cache" if m.direct else "through the page cache"
-    return f"{files}, {how}" + ("" if m.stripes is None else f", {m.stripes} stripes")
+for subcommand in (export, import_, reshard, tune):
+    command.add_command(subcommand)
 
 
 def _product(shape: tuple[int, ...]) -> int:

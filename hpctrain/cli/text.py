@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from hpctrain.cli.view import RunView, age
+from hpctrain.records import StepRecord
 from hpctrain.rundir import DEFAULT_ROOT, RunDir
-from hpctrain.units import format_count, format_duration
+from hpctrain.units import format_bytes, format_count, format_duration
 
 
 def loss(value: float | None) -> str:
@@ -18,6 +19,16 @@ def loss(value: float | None) -> str:
 
 def speed(tokens_per_second: float | None) -> str:
     return "-" if tokens_per_second is None else f"{format_count(tokens_per_second)} tokens/s"
+
+
+def traffic(step: StepRecord) -> str:
+    """What rank 0 handed to its communicators in a step: ``tp 24 calls, 1.2 MiB; …``."""
+    by_size = sorted(step.comm.items(), key=lambda item: -float(item[1]["bytes"]))
+    return "; ".join(
+        f"{axis} {row['calls']:.0f} call{'s' if row['calls'] != 1 else ''}, "
+        f"{format_bytes(row['bytes'])}"
+        for axis, row in by_size
+    )
 
 
 def moment(when: float) -> str:
@@ -47,6 +58,8 @@ def rows(view: RunView) -> list[tuple[str, str]]:
     if view.pace.last is not None:
         found.append(("loss", loss(view.pace.last.loss)))
         found.append(("speed", speed(view.pace.tokens_per_second)))
+        if view.pace.last.comm:
+            found.append(("traffic", f"{traffic(view.pace.last)} in step {view.pace.last.step}"))
     if view.has_eta and view.pace.seconds_left is not None:
         found.append(("ETA", format_duration(view.pace.seconds_left)))
     durable = f"step {view.durable_step}" if view.durable_step >= 0 else "none yet"

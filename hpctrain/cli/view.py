@@ -125,6 +125,7 @@ class RunView:
             "total_steps": self.total_steps,
             "loss": None if last is None else last.loss,
             "tokens_per_second": self.pace.tokens_per_second,
+            "comm": {} if last is None else last.comm,
             "seconds_left": self.pace.seconds_left if self.has_eta else None,
             "durable_step": self.durable_step,
             "resumed_from": -1 if self.state is None else self.state.resumed_from,

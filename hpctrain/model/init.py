@@ -32,7 +32,7 @@ def draw(
     """Initial values of a parameter of :class:`Transformer`, or of a part of it.
 
     Matrices are normal with mean 0 and standard deviation ``init_std``; the projections into
-    the residual stream (``attention.output``, ``ffn.down``) have init_std / √(2·layers)
+    the residual stream (``attention.output`` and every ``down``) have init_std / √(2·layers)
     (Radford et al. 2019, section 2.3). Norm gains are 1, biases 0.
 
     Args:
@@ -52,14 +52,14 @@ def draw(
     if module.endswith("norm"):
         return torch.ones(sizes)
     std = dims.init_std
-    if module.endswith(("attention.output", "ffn.down")):
+    if module.endswith(("attention.output", ".down")):
         std /= math.sqrt(2 * dims.layers)
     return normal(stream_key("init", seed, name), shape, std, window)
 
 
 @torch.no_grad()
 def init_parameters(model: Transformer, seed: int, local: LocalPart | None = None) -> None:
-    """Fill every parameter of a whole model or of a stage, in place.
+    """Fill every parameter of a whole model or of a stage, in place; buffers become 0.
 
     Args:
         model: its parameters have memory (``to_empty`` after building on the meta device).
@@ -70,3 +70,5 @@ def init_parameters(model: Transformer, seed: int, local: LocalPart | None = Non
         name = model.logical_names.get(name, name)
         target, window, shape = local(parameter) if local else (parameter, None, parameter.shape)
         target.copy_(draw(name, shape, model.dims, seed, window))
+    for buffer in model.buffers():
+        buffer.zero_()

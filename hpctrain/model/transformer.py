@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.model.dropout import Dropout
+from hpctrain.model.moe import MixtureOfExperts
 from hpctrain.spec.transformer import TransformerDims
 
 
@@ -107,15 +108,15 @@ class FeedForward(nn.Module):
     GELU is the tanh form (Hendrycks and Gimpel 2016), as in GPT-2.
     """
 
-    def __init__(self, dims: TransformerDims, **factory: Any) -> None:
+    def __init__(self, dims: TransformerDims, inner: int, **factory: Any) -> None:
         super().__init__()
-        self.up = nn.Linear(dims.hidden, dims.ffn_hidden, bias=dims.bias, **factory)
+        self.up = nn.Linear(dims.hidden, inner, bias=dims.bias, **factory)
         self.gate = (
-            nn.Linear(dims.hidden, dims.ffn_hidden, bias=dims.bias, **factory)
+            nn.Linear(dims.hidden, inner, bias=dims.bias, **factory)
             if dims.activation == "swiglu"
             else None
         )
-        self.down = nn.Linear(dims.ffn_hidden, dims.hidden, bias=dims.bias, **factory)
+        self.down = nn.Linear(inner, dims.hidden, bias=dims.bias, **factory)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSF = self.up(x_BSH)
@@ -139,7 +140,7 @@ class Block(nn.Module):
         self.attention = Attention(dims, **factory)
         self.attention_dropout = Dropout(dims.dropout, f"layers.{index}.attention")
         self.ffn_norm = _norm(dims, **factory)
-        self.ffn = FeedForward(dims, **factory)
+        self.ffn = _feed_forward(dims, index, **factory)
         self.ffn_dropout = Dropout(dims.dropout, f"layers.{index}.ffn")
 
     def forward(self, x_BSH: Tensor, positions: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -251,6 +252,15 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     logits = logits_BSV.flatten(0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, targets_BS.flatten())
+
+
+def _feed_forward(dims: TransformerDims, index: int, **factory: Any) -> nn.Module:
+    """Of the block with this number: dense, or made of experts."""
+    moe = dims.moe
+    if moe is None or index < moe.dense_layers:
+        return FeedForward(dims, dims.ffn_hidden, **factory)
+    shared = FeedForward(dims, moe.shared * moe.hidden, **factory) if moe.shared else None
+    return MixtureOfExperts(dims, shared, **factory)
 
 
 def _norm(dims: TransformerDims, **factory: Any) -> nn.Module:

@@ -27,21 +27,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.model.moe_experts import Experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def replicate(
+    model: nn.Module, mesh: DeviceMesh, ignored: Iterable[str] = ()
+) -> DistributedDataParallel:
     """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs.
+
+    Parameters and buffers named in ``ignored`` are left to others.
 
     After its first backward DDP would put the buckets together anew, in the order in which
     gradients came. Among three ranks or more a sum's rounding depends on its place in a bucket,
     so a run that starts from a checkpoint would drift from one that went on. Looking for
     parameters that took no part keeps the first buckets, and such parameters do no harm.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
+    # What DistributedDataParallel's setter for this, which is not public either, does.
+    model._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
         model,
@@ -58,6 +65,7 @@ def shard(
     *,
     reshard_after_forward: bool,
     prefetch: int = 0,
+    experts: tuple[DeviceMesh, float] | None = None,
 ) -> nn.Module:
     """FSDP2 over the mesh, one unit a block and one for the rest; in place.
 
@@ -69,6 +77,8 @@ def shard(
         prefetch: blocks whose gathering starts before the current one computes, forward and
             backward, in the order of the model; 0 leaves it to FSDP2, which looks one block
             ahead in backward and, where the device is faster than the host, in forward.
+        experts: where routed experts lie on a mesh of their own: its axis of copies, and what
+            their summed gradients are divided by.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -78,6 +88,10 @@ def shard(
         else MixedPrecisionPolicy()
     )
     blocks: list[Any] = list(blocks_of(model))
+    if experts is not None:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                _shard_experts(module, *experts, mp_policy=policy, reshard=reshard_after_forward)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The root unit is needed at the start of backward: freeing it would gather it twice.
@@ -87,6 +101,32 @@ def shard(
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])
     return model
+
+
+def _shard_experts(
+    module: Experts, mesh: DeviceMesh, divisor: float, *, mp_policy: Any, reshard: bool
+) -> None:
+    """Experts as a unit of their own, over the ranks that have copies of them."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    ranks = mesh.size()
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        # Whole experts where there are enough of them, else some rows of each.
+        experts, rows = parameter.shape[:2]
+        return Shard(1) if experts < ranks and rows % ranks == 0 else None
+
+    unit: Any = fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement,
+    )
+    unit.set_gradient_divide_factor(divisor)
+    # FSDP2 would let the collective divide, which gloo cannot; with one rank there is none.
+    unit.set_force_sum_reduction_for_comms(ranks > 1)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -113,7 +153,6 @@ def _with_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Around forward and backward of a micro-batch: communicate only in the last one."""
     from torch.distributed.fsdp import FSDPModule
-    from torch.nn.parallel import DistributedDataParallel
 
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

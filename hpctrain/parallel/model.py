@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _COPY_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which ranks of one pipeline stage may hold copies."""
+_EXPERT_COPY_AXES = ("edp", "ep", "etp")
+"""The same of routed experts, where these lie on the ranks in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,14 @@ class Cut:
         axes: mesh axes whose ranks hold different parts; on all others are copies.
         partial: axes whose ranks each have a part of the gradient's sum: copies that see
             different tokens (norms under sequence parallelism).
+        expert: a routed expert's, whose axes are those of the expert mesh.
     """
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     axes: Axes = ()
     partial: Axes = ()
+    expert: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,13 @@ class ParallelModel:
 
     Attributes:
         token_loss: (logits of this rank, targets) -> mean cross entropy.
+        expert_divisor: of the gradients of experts on a mesh of their own.
         pipeline: runs the chunks in a pipeline; None without one.
     """
 
     token_loss: Callable[[Tensor, Tensor], Tensor]
     pipeline: Pipeline | None = None
+    expert_divisor: float = 1.0
 
     def __init__(
         self,
@@ -148,7 +154,7 @@ class ParallelModel:
         writer = (
             local.numel() > 0
             and parameter not in self.copies
-            and self._turn({*cut.axes, *sharded}, name)
+            and self._turn({*cut.axes, *sharded}, name, cut.expert)
         )
         return Part(name, local, cut.global_shape, offsets, writer)
 
@@ -162,12 +168,13 @@ class ParallelModel:
         """
         cut = self.cuts.get(parameter)
         over = {*(cut.axes if cut else ()), *spread}
-        return parameter not in self.copies and self._turn(over, entry)
+        expert = cut is not None and cut.expert
+        return parameter not in self.copies and self._turn(over, entry, expert)
 
-    def _turn(self, cut_over: set[str], name: str) -> bool:
+    def _turn(self, cut_over: set[str], name: str, expert: bool) -> bool:
         """Of the ranks that hold copies, one writes; which one differs from name to name."""
         place, copies = 0, 1
-        for axis in _COPY_AXES:
+        for axis in _EXPERT_COPY_AXES if expert else _COPY_AXES:
             if axis not in cut_over:
                 size = self.context.size(axis)
                 place = place * size + self.context.coordinate(axis)
@@ -176,8 +183,17 @@ class ParallelModel:
 
     # ---- gradients --------------------------------------------------------------------------
 
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter is a routed expert's that lies on ranks of the expert mesh."""
+        cut = self.cuts.get(name)
+        return cut is not None and cut.expert
+
     def sum_partial_gradients(self) -> None:
-        """Add up the gradients of copies that saw different tokens of the same samples."""
+        """Add up the gradients of copies that saw different tokens.
+
+        Those of experts on an expert mesh are the sum over all tokens of the step then; what
+        makes of it the mean over data-parallel ranks is ``expert_divisor``.
+        """
         by_axis: dict[str, list[Tensor]] = {}
         for name, parameter in self.named_parameters():
             cut = self.cuts.get(name)
@@ -186,10 +202,12 @@ class ParallelModel:
             for axis in cut.partial:
                 by_axis.setdefault(axis, []).append(local_of(parameter.grad))
         for axis, gradients in sorted(by_axis.items()):
+            if axis == "edp" and self.expert_divisor != 1:
+                torch._foreach_div_(gradients, self.expert_divisor)
             if self.context.size(axis) == 1:
                 continue
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self.context.mesh[axis].get_group())
+            dist.all_reduce(flat, group=self.group(axis))
             pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
@@ -227,8 +245,14 @@ class ParallelModel:
 
     def _sum(self, value: Tensor, axes: Axes) -> Tensor:
         for axis in axes:
-            dist.all_reduce(value, group=self.context.mesh[axis].get_group())
+            dist.all_reduce(value, group=self.group(axis))
         return value
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Process group of this rank along an axis of either mesh."""
+        if axis in _EXPERT_COPY_AXES:
+            return self.context.communicators.along(axis).group
+        return self.context.mesh[axis].get_group()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hpctrain.errors import ImpossibleError
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import build_optimizer
+from hpctrain.optim.adamw8 import KEYS, AdamW8bit, block_rows
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.shampoo import FACTORS, MOMENTS, Shampoo, block_keys
 from hpctrain.parallel.model import ParallelModel, Part, unwrapped
@@ -45,13 +46,14 @@ def make_optimizer(model: ParallelModel, spec: JobSpec) -> torch.optim.Optimizer
     """The optimizer that a job asks for, over what this rank holds of the model.
 
     Raises:
-        ImpossibleError: a matrix optimizer where tensor parallelism or FSDP2 cuts matrices.
+        ImpossibleError: an optimizer of matrices or blocks where tensor parallelism or FSDP2 cuts
+            them.
     """
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (spec.parallel.tensor > 1 or spec.parallel.fsdp):
         raise ImpossibleError(
-            f"train.optimizer: {kind} needs whole matrices, which parallel.tensor above 1 and "
-            "parallel.sharding zero2 and zero3 cut",
+            f"train.optimizer: {kind} needs whole matrices or blocks, which parallel.tensor above "
+            "1 and parallel.sharding zero2 and zero3 cut",
             hint="set parallel.sharding: zero1 or none, and parallel.tensor: 1",
         )
     sharded = spec.parallel.sharding == "zero1"
@@ -73,51 +75,65 @@ class BlockOptimizer(torch.optim.Optimizer):
         param_groups: one, whose ``lr`` is that of all parts.
         state: of each parameter of which this rank owns something, as the optimizer that
             takes it keeps it; tensors of the parameter's form hold the owned rows.
-        plan: who owns what; parameters by their order in the model.
+        plan: who owns what; parameters by their order in the model, without experts that lie on
+            a mesh of their own.
     """
 
     def __init__(self, model: ParallelModel, spec: JobSpec, *, sharded: bool) -> None:
         train = spec.train
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         super().__init__([p for _, p in named], {"lr": train.lr})
-        context = model.context
         self._model = model
-        self._spread = sharded and context.size("dp_replicate") > 1
-        ranks = context.size("dp_replicate") if self._spread else 1
-        rank = context.coordinate("dp_replicate") if self._spread else 0
         matrices = _matrices(model, train)
         self._kind: dict[Tensor, str] = {
             p: train.optimizer.kind if n in matrices else "adamw" for n, p in named
         }
         self._block = train.optimizer.block
-        self.plan = plan_ragged(
-            [p.shape for _, p in named],
-            ranks,
-            [self._block_rows(p) for _, p in named],
-            [p.element_size() for _, p in named],
-        )
         self._pieces: dict[Tensor, Piece] = {}
         self._shards: dict[Tensor, Tensor] = {}
-        for piece in self.plan.by_rank[rank]:
-            parameter: Tensor = named[piece.tensor][1]
-            self._pieces[parameter] = piece
-            self._shards[parameter] = _rows(parameter.detach(), piece)
+        self._spread: dict[Tensor, str] = {}
+        self._exchanges: list[_Exchange] = []
+        # Copies of experts may lie on other ranks than those of everything else.
+        experts = [p for n, p in named if model.is_expert(n)]
+        self.plan = self._lay_out(
+            [p for n, p in named if not model.is_expert(n)], "dp_replicate", sharded
+        )
+        if experts:
+            self._lay_out(experts, "edp", sharded)
         self._inner = self._build(train)
         for optimizer in self._inner:
             for parameter, shard in self._shards.items():
                 if self._takes(optimizer, parameter):
                     self.state[parameter] = optimizer.state[shard]
-        self._exchange = None
-        if self._spread:
-            group = context.mesh["dp_replicate"].get_group()
-            self._exchange = _Exchange(self.plan, [p for _, p in named], rank, group)
 
-    def _block_rows(self, parameter: nn.Parameter) -> int:
+    def _lay_out(self, parameters: Sequence[Tensor], axis: str, sharded: bool) -> RaggedPlan:
+        """Plan who owns what of parameters whose copies lie along an axis, and keep our part."""
+        context = self._model.context
+        spread = sharded and context.size(axis) > 1
+        ranks, rank = (context.size(axis), context.coordinate(axis)) if spread else (1, 0)
+        plan = plan_ragged(
+            [p.shape for p in parameters],
+            ranks,
+            [self._block_rows(p) for p in parameters],
+            [p.element_size() for p in parameters],
+        )
+        for piece in plan.by_rank[rank]:
+            parameter = parameters[piece.tensor]
+            self._pieces[parameter] = piece
+            self._shards[parameter] = _rows(parameter.detach(), piece)
+        if spread:
+            self._spread |= dict.fromkeys(parameters, axis)
+            self._exchanges.append(_Exchange(plan, parameters, rank, self._model.group(axis)))
+        return plan
+
+    def _block_rows(self, parameter: Tensor) -> int:
         kind = self._kind[parameter]
         if kind == "muon" or parameter.ndim == 0:
             return WHOLE
         if kind == "shampoo":
             return self._block
+        if kind == "adamw8bit":
+            return block_rows(parameter.shape[1], self._block)
         return max(1, _GRAIN * parameter.shape[0] // max(1, parameter.numel()))
 
     def _build(self, train: TrainSpec) -> list[torch.optim.Optimizer]:
@@ -156,6 +172,17 @@ class BlockOptimizer(torch.optim.Optimizer):
                         first_rows={shard: first[shard] for shard in shards},
                     )
                 )
+            elif kind == "adamw8bit":
+                found.append(
+                    AdamW8bit(
+                        shards,
+                        lr=train.lr,
+                        betas=train.betas,
+                        eps=train.eps,
+                        weight_decay=decay,
+                        block=options.block,
+                    )
+                )
             else:
                 found.append(
                     torch.optim.AdamW(
@@ -186,8 +213,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             optimizer.step()
         for shard in self._shards.values():
             shard.grad = None
-        if self._exchange is not None:
-            self._exchange.run()
+        for exchange in self._exchanges:
+            exchange.run()
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -202,6 +229,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             return ["momentum"]
         if kind == "adamw":
             return list(MOMENTS)
+        if kind == "adamw8bit":
+            return list(KEYS)
         rows, columns = parameter.shape
         blocks = block_keys(range(rows), columns, self._block)
         return [*MOMENTS, *(f"{f}_{r}_{c}" for (r, c), f in itertools.product(blocks, FACTORS))]
@@ -227,19 +256,29 @@ class BlockOptimizer(torch.optim.Optimizer):
         if not shape:
             # torch's fused AdamW keeps the count beside the parameter, as Shampoo does.
             return torch.zeros((), dtype=dtype, device=parameter.device)
+        if key.endswith("_scale"):
+            blocks = -(-self._shards[parameter].numel() // self._block)
+            return torch.zeros(blocks, dtype=dtype, device=parameter.device)
         return torch.zeros_like(self._shards[parameter], dtype=dtype)
 
     def state_part(self, entry: str, name: str, parameter: Tensor, key: str, value: Tensor) -> Part:
         """Where a state of an owned piece stands in the whole one."""
         cut = self._model.cut(name, parameter)
         piece = self._pieces[parameter]
-        writes = self._model.writes(name, entry, spread=("dp_replicate",) if self._spread else ())
+        axis = self._spread.get(parameter)
+        writes = self._model.writes(name, entry, spread=() if axis is None else (axis,))
         if value.dim() == 0:
             first = piece.start == 0 and not any(cut.offsets)
             return Part(entry, value.detach(), (), (), writes and first)
         if _factor_row(key) is not None:
             shape = tuple(value.shape)
             return Part(entry, value.detach(), shape, (0,) * len(shape), writes)
+        if key.endswith("_scale"):
+            columns = parameter.shape[1]
+            shape = (-(-parameter.numel() // self._block),)
+            return Part(
+                entry, value.detach(), shape, (piece.start * columns // self._block,), writes
+            )
         offsets = (cut.offsets[0] + piece.start, *cut.offsets[1:])
         return Part(entry, value.detach(), cut.global_shape, offsets, writes)
 

@@ -2,10 +2,11 @@
 
 1. build what this rank runs, on the meta device (a user's own model: whole, with its weights):
    the model, or its stages in a pipeline;
-2. tensor and sequence parallelism cut each layer;
+2. tensor and sequence parallelism cut each layer, expert parallelism the layers of experts;
 3. layers learn to leave their weight gradient for later, to sleep, to be computed again;
 4. data parallelism: FSDP2 shards what is left a block at a time, or DDP replicates it (in a
-   pipeline its executor reduces gradients instead of DDP);
+   pipeline its executor reduces gradients instead of DDP); across nodes either goes in two levels
+   where that was measured to pay;
 5. weights are drawn, on the device, for the boxes that this rank holds.
 
 The order is part of correctness: what cuts single tensors comes before what shards the set of
@@ -21,9 +22,18 @@ from torch import Tensor, nn
 
 from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
+from hpctrain.model.moe_experts import Experts
 from hpctrain.model.transformer import Transformer, next_token_loss
 from hpctrain.parallel.data import replicate, shard
 from hpctrain.parallel.emulate import emulate
+from hpctrain.parallel.expert import (
+    Place,
+    cut_experts,
+    expert_group,
+    folds,
+    routers,
+    spread_experts,
+)
 from hpctrain.parallel.model import Cut, ParallelModel, unwrapped
 from hpctrain.parallel.pipeline_build import build_pipeline, wire_of
 from hpctrain.parallel.pipeline_stages import (
@@ -38,6 +48,7 @@ from hpctrain.parallel.regions import TensorGroup, share
 from hpctrain.parallel.split_backward import WeightGrads, split_linears
 from hpctrain.parallel.tensor import cut_linears, cut_transformer
 from hpctrain.parallel.vocabulary import parallel_cross_entropy
+from hpctrain.runtime.gradients import replicate_in_levels, shard_in_levels
 from hpctrain.schedule.job import plan_pipeline
 
 if TYPE_CHECKING:
@@ -63,6 +74,7 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     rank = context.coordinate("pp")
     cuts: dict[str, Cut] = {}
     wire = None
+    folded = not own and bool(spec.model.moe.experts) and folds(context)
     if own:
         model = build_model(spec, context.device)
         if group is not None:
@@ -80,6 +92,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
             for module in stages.modules:
                 assert isinstance(module, Transformer)
                 cuts |= cut_transformer(module, group)
+        if folded:
+            cuts |= _fold_experts(stages, spec, context, group)
         if schedule is not None and schedule.vocabulary:
             cuts |= spread_vocabulary(stages, spec.model.transformer(), schedule, rank, group)
         elif schedule is not None:
@@ -87,18 +101,28 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     for module in stages.modules:
         if store is not None:
             split_linears(module, store)
+            for experts in module.modules():
+                if isinstance(experts, Experts):
+                    experts.deferral = store
         if spec.parallel.emulate:
             emulate(module, spec.parallel.emulate, store)
         recompute(module, spec.parallel.recompute, own=own)
     sharded = spec.parallel.fsdp
-    modules = [_shard(m, spec, context) if sharded else m for m in stages.modules]
+    modules = [_shard(m, spec, context, folded) if sharded else m for m in stages.modules]
     if not own:
         modules = [module.to_empty(device=context.device) for module in modules]
     parallel = ParallelModel(modules, context, cuts, frozenset(stages.copies))
     if not own:
         _draw_weights(parallel, spec.train.seed)
+        _scale_balance_losses(parallel, spec)
+    if schedule is None and folded and not sharded:
+        parallel.expert_divisor = context.size("dp")
     if schedule is None and not sharded and context.size("dp_replicate") > 1:
-        parallel.chunks[0] = replicate(modules[0], context.mesh["dp_replicate"])
+        ignored = [name for name, _ in modules[0].named_buffers() if ".router." in name]
+        ignored += [n for n, _ in modules[0].named_parameters() if parallel.is_expert(n)]
+        replicated = replicate(modules[0], context.mesh["dp_replicate"], ignored)
+        replicate_in_levels(replicated, context.communicators.prepare("dp_replicate"))
+        parallel.chunks[0] = replicated
     if group is not None and not own:
         first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
         parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
@@ -110,17 +134,54 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
     return parallel
 
 
-def _shard(model: nn.Module, spec: JobSpec, context: RankContext) -> nn.Module:
+def _fold_experts(
+    stages: Stages, spec: JobSpec, context: RankContext, tensor: TensorGroup | None
+) -> dict[str, Cut]:
+    """Routed experts onto the expert mesh; every rank of the job comes here together."""
+    place = Place(
+        context.coordinate("ep"),
+        context.size("ep"),
+        context.coordinate("etp"),
+        context.size("etp"),
+    )
+    _ = context.communicators.expert_mesh  # makes the groups of its axes
+    group = expert_group(spec, context, tensor)
+    cuts: dict[str, Cut] = {}
+    for module in stages.modules:
+        assert isinstance(module, Transformer)
+        cuts |= cut_experts(module, place, reduced=spec.parallel.fsdp)
+        spread_experts(module, group)
+    return cuts
+
+
+def _scale_balance_losses(parallel: ParallelModel, spec: JobSpec) -> None:
+    """Give the routers' losses the factor that the loss of a micro-batch has in backward."""
+    train, context = spec.train, parallel.context
+    assert isinstance(train.micro_batch, int)
+    scale = train.micro_batch * context.size("dp") / train.global_batch
+    if spec.parallel.pipeline > 1 and not spec.parallel.fsdp:
+        scale /= context.size("dp_replicate")
+    for _, router in routers([unwrapped(chunk) for chunk in parallel.chunks]):
+        router.loss_scale = scale
+
+
+def _shard(model: nn.Module, spec: JobSpec, context: RankContext, folded: bool) -> nn.Module:
     pipeline = spec.parallel.pipeline > 1
     axes = ("dp_replicate", "dp_shard") if context.size("dp_replicate") > 1 else ("dp_shard",)
-    return shard(
+    sharded = shard(
         model,
         context.mesh[axes],
         spec.train.precision,
         # In a pipeline the schedule says when parameters are let go.
         reshard_after_forward=spec.parallel.sharding == "zero3" and not pipeline,
         prefetch=0 if pipeline else spec.parallel.prefetch,
+        experts=(context.communicators.expert_mesh["edp"], float(context.size("dp")))
+        if folded
+        else None,
     )
+    if context.size("dp_shard") > 1:
+        shard_in_levels(sharded, context.communicators.prepare("dp_shard"))
+    return sharded
 
 
 def _tensor_group(

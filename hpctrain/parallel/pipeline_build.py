@@ -89,7 +89,12 @@ def build_pipeline(
     if not sharded and replicas > 1:
         group = context.mesh["dp_replicate"].get_group()
     gradients: list[ChunkGradients] = [
-        Sharded(cast("FSDPModule", chunk)) if sharded else Replicated(chunk.parameters(), group)
+        Sharded(cast("FSDPModule", chunk))
+        if sharded
+        # Experts on a mesh of their own are summed over it when the step is done.
+        else Replicated(
+            (p for n, p in chunk.named_parameters() if not parallel.is_expert(n)), group
+        )
         for chunk in parallel.chunks
     ]
     scale = 1.0 if sharded else 1.0 / replicas

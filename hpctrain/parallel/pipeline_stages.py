@@ -105,6 +105,7 @@ def _copies(modules: Sequence[nn.Module], schedule: Schedule, rank: int, tied: b
         logical = getattr(module, "logical_names", {})
         if route > 0:
             names |= {logical.get(name, name) for name, _ in module.named_parameters()}
+            names |= {name for name, _ in module.named_buffers()}
         elif tied and first != last:
             names |= set(logical.values())
     return names

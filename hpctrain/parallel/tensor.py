@@ -4,6 +4,7 @@ Each rank of a tensor group holds, of every layer::
 
     attention   query, key, value   some heads (rows)        output   their columns
     ffn         up, gate            some channels (rows)     down     their columns
+                (of experts only the shared ones; see :mod:`hpctrain.parallel.expert`)
     embedding   tokens              some rows                positions, norms, dropout: whole
     head                            some rows (of the same vocabulary)
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.model.dropout import Dropout
+from hpctrain.model.moe import MixtureOfExperts
 from hpctrain.model.transformer import Attention, Block, Embedding, FeedForward, Transformer, rotate
 from hpctrain.parallel.linear import (
     ColumnLinear,
@@ -94,7 +96,12 @@ def cut_transformer(model: Transformer, group: TensorGroup) -> dict[str, Cut]:
         assert isinstance(block, Block)
         name = f"layers.{index}"
         _cut_attention(block.attention, f"{name}.attention", heads, group, cuts)
-        _cut_ffn(block.ffn, f"{name}.ffn", dims, group, cuts)
+        ffn: nn.Module | None = block.ffn
+        path = f"{name}.ffn"
+        if isinstance(ffn, MixtureOfExperts):
+            ffn, path = ffn.shared, f"{path}.shared"
+        if isinstance(ffn, FeedForward):
+            _cut_ffn(ffn, path, group, cuts)
         if group.overlap:
             _become(block, OverlappedBlock).group = group
     vocabulary = share(dims.vocab_size, group.size, group.rank)
@@ -281,10 +288,8 @@ def _cut_attention(
     _become(attention, ParallelAttention).set_up(group, heads)
 
 
-def _cut_ffn(
-    ffn: FeedForward, name: str, dims: TransformerDims, group: TensorGroup, cuts: dict[str, Cut]
-) -> None:
-    channels = share(dims.ffn_hidden, group.size, group.rank)
+def _cut_ffn(ffn: FeedForward, name: str, group: TensorGroup, cuts: dict[str, Cut]) -> None:
+    channels = share(ffn.up.out_features, group.size, group.rank)
     _cut_rows(ffn.up, f"{name}.up", channels, cuts)
     if ffn.gate is not None:
         _cut_rows(ffn.gate, f"{name}.gate", channels, cuts)

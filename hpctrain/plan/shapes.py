@@ -52,13 +52,14 @@ class ModelShape:
     @classmethod
     def of(cls, dims: TransformerDims) -> ModelShape:
         """The shape of a job's model."""
+        moe = dims.moe
         return cls(
             layers=dims.layers,
             hidden=dims.hidden,
             heads=dims.heads,
             kv_heads=dims.kv_heads,
             head_dim=dims.head_dim,
-            ffn_hidden=dims.ffn_hidden,
+            ffn_hidden=dims.ffn_hidden if moe is None else moe.hidden,
             vocab=dims.vocab_size,
             gated=dims.activation == "swiglu",
             tied=dims.tied_embeddings,
@@ -66,6 +67,11 @@ class ModelShape:
             layernorm=dims.norm == "layernorm",
             positions=dims.max_positions if dims.position == "learned" else 0,
             dropout=dims.dropout > 0,
+            experts=0 if moe is None else moe.experts,
+            topk=0 if moe is None else moe.top_k,
+            shared_ffn=0 if moe is None else moe.shared * moe.hidden,
+            dense_layers=0 if moe is None else moe.dense_layers,
+            dense_ffn=0 if moe is None else dims.ffn_hidden,
         )
 
     # ---- parameters ------------------------------------------------------------------------
@@ -97,8 +103,8 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """All experts of one block; 0 in a dense model."""
-        return self.experts * self.ffn_parameters(self.ffn_hidden)
+        """All experts of one block, which have no biases; 0 in a dense model."""
+        return self.experts * self.ffn_matrices * self.hidden * self.ffn_hidden
 
     @property
     def layer_parameters(self) -> int:

@@ -24,13 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.errors import ImpossibleError
-from hpctrain.runtime import hierarchical
+from hpctrain.runtime import hierarchical, packing
 from hpctrain.runtime.communicators import Communicator
 from hpctrain.runtime.counting import volume_of
 from hpctrain.runtime.hierarchical import OPS
 from hpctrain.runtime.levels import Levels
 
 Algorithm = Literal["auto", "flat", "hierarchical"]
+ReduceAlgorithm = Literal["auto", "flat", "hierarchical", "packed"]
+"""packed: hierarchical, with messages between nodes packed without loss."""
 Op = Literal["sum", "avg", "max", "min", "product"]
 
 
@@ -43,12 +45,15 @@ class Crossover:
         backend: of torch.distributed.
         at_least, below: bytes of the larger of what is handed in and what comes out; ``below``
             None: no limit.
+        packed: all_reduce of floats on CPU: messages between nodes are packed without loss (see
+            packing.py), which can pay where a node's link is slower than about 1 Gbit/s.
     """
 
     operation: str
     backend: str
     at_least: int = 0
     below: int | None = None
+    packed: bool = False
 
     def covers(self, operation: str, backend: str, size: int) -> bool:
         """Whether a message lies where this row says that two levels are faster."""
@@ -94,23 +99,25 @@ def all_reduce(
     tensor: Tensor,
     op: Op = "sum",
     *,
-    algorithm: Algorithm = "auto",
+    algorithm: ReduceAlgorithm = "auto",
     table: Sequence[Crossover] = MEASURED,
 ) -> None:
     """Reduce ``tensor`` over all members, in place.
 
     Raises:
         ValueError: ``avg`` of integers.
-        ImpossibleError: ``hierarchical`` is asked for and the group has no two levels.
+        ImpossibleError: ``hierarchical`` is asked for and the group has no two levels; ``packed``
+            likewise, and where nodes are uneven or ``tensor`` is not of floats on the host.
     """
     reducing = _reducing(op, tensor)
     if communicator.size == 1:
         return
-    levels = _choose(communicator, "all_reduce", _bytes(tensor), algorithm, table)
+    levels, packed = _choose_reduction(communicator, tensor, algorithm, table)
     if levels is None:
         dist.all_reduce(tensor, OPS[reducing], communicator.group)
     else:
-        _in_turn(communicator, partial(_all_reduce, communicator, levels, tensor, reducing))
+        reduction = partial(_all_reduce, communicator, levels, tensor, reducing, packed)
+        _in_turn(communicator, reduction)
     if op == "avg":
         tensor.div_(communicator.size)
 
@@ -120,7 +127,7 @@ def all_reduce_async(
     tensor: Tensor,
     op: Op = "sum",
     *,
-    algorithm: Algorithm = "auto",
+    algorithm: ReduceAlgorithm = "auto",
     table: Sequence[Crossover] = MEASURED,
 ) -> torch.futures.Future[Tensor]:
     """As :func:`all_reduce`, under way when it returns; ``wait()`` of the future ends it.
@@ -131,9 +138,9 @@ def all_reduce_async(
     reducing = _reducing(op, tensor)
     devices: list[Any] | None = None if tensor.device.type == "cpu" else [tensor.device]
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-    levels = None
+    levels, packed = None, False
     if communicator.size > 1:
-        levels = _choose(communicator, "all_reduce", _bytes(tensor), algorithm, table)
+        levels, packed = _choose_reduction(communicator, tensor, algorithm, table)
         if levels is None:
             work = dist.all_reduce(tensor, OPS[reducing], communicator.group, async_op=True)
             assert work is not None, "this rank is a member"
@@ -145,7 +152,7 @@ def all_reduce_async(
     def drive() -> None:
         try:
             if levels is not None:
-                _all_reduce(communicator, levels, tensor, reducing)
+                _all_reduce(communicator, levels, tensor, reducing, packed)
                 _averaged(tensor, op, communicator.size)
             future.set_result(tensor)
         except BaseException as error:
@@ -337,6 +344,34 @@ def _choose(
     return levels if pays(levels, operation, size, table) else None
 
 
+def _choose_reduction(
+    communicator: Communicator,
+    tensor: Tensor,
+    algorithm: ReduceAlgorithm,
+    table: Sequence[Crossover],
+) -> tuple[Levels | None, bool]:
+    """Levels of an all-reduce, None where it is flat, and whether messages are packed."""
+    size = _bytes(tensor)
+    if algorithm != "packed":
+        levels = _choose(communicator, "all_reduce", size, algorithm, table)
+        if levels is None or algorithm == "hierarchical":
+            return levels, False
+        rows = (row for row in table if row.covers("all_reduce", levels.backend, size))
+        return levels, next(rows).packed and levels.even and _can_pack(tensor)
+    levels = _choose(communicator, "all_reduce", size, "hierarchical", table, even=True)
+    if not _can_pack(tensor):
+        raise ImpossibleError(
+            f"a packed all_reduce over {communicator.name} takes floats of 16 or 32 bits on the "
+            f"host, not {tensor.dtype} on {tensor.device}",
+            hint='take algorithm="hierarchical"',
+        )
+    return levels, True
+
+
+def _can_pack(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in packing.DTYPES
+
+
 def _in_turn(communicator: Communicator, drive: Callable[[], None]) -> None:
     """Run an operation in two levels after those that are under way, as every member does."""
     if communicator.has_worker:
@@ -355,11 +390,12 @@ def _counted(communicator: Communicator, operation: str, handed_in: int) -> Iter
 
 
 def _all_reduce(
-    communicator: Communicator, levels: Levels, tensor: Tensor, op: hierarchical.Op
+    communicator: Communicator, levels: Levels, tensor: Tensor, op: hierarchical.Op, packed: bool
 ) -> None:
     size = _bytes(tensor)
+    work = hierarchical.all_reduce_packed if packed else hierarchical.all_reduce
     with _counted(communicator, "all_reduce", size):
-        hierarchical.all_reduce(levels, tensor, op, _pieces(levels, size))
+        work(levels, tensor, op, _pieces(levels, size))
 
 
 def _pieces(levels: Levels, size: int) -> int:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.runtime.levels import Levels
+from hpctrain.runtime.packing import PackedExchange
 
 Op = Literal["sum", "max", "min", "product"]
 
@@ -71,6 +72,52 @@ def all_reduce(levels: Levels, tensor: Tensor, op: Op, pieces: int) -> None:
         return all_gather_op(parts[i], reduced[i], group=levels.inside, async_op=True)
 
     _pipeline(len(parts), [scatter, across, gather])
+    _put_back(work, tensor)
+
+
+def all_reduce_packed(levels: Levels, tensor: Tensor, op: Op, pieces: int) -> None:
+    """As all_reduce, on CPU, with messages between nodes packed without loss.
+
+    Between nodes every member sends each of the others its part of what is to be reduced there,
+    sums up in the order of the nodes, and hands its result round: as many numbers as the
+    backend's all-reduce, in fewer bytes.
+    """
+    m, k = levels.per_node, levels.nodes
+    work = _padded(tensor, m * k)
+    cuts = [(k * low, k * high) for low, high in _cuts(work.numel() // (m * k), pieces)]
+    parts = [work[m * low : m * high] for low, high in cuts]
+    received: dict[int, Tensor] = {}
+    reduced: dict[int, Tensor] = {}
+    rows: dict[int, Tensor] = {}
+    under_way: dict[int, PackedExchange] = {}
+
+    def scatter(i: int) -> Any:
+        return _start_reduce_scatter(levels.inside, levels, parts[i], op, received, i)
+
+    def tell_parts(i: int) -> Any:
+        reduced[i] = _finish_reduce_scatter(received.pop(i), op)
+        own = reduced[i].view(k, -1)
+        rows[i] = torch.empty_like(own)
+        rows[i][levels.node] = own[levels.node]
+        under_way[i] = PackedExchange(levels.across, levels.node, list(own), list(rows[i]))
+        return under_way[i].start_sizes()
+
+    def send(i: int) -> Any:
+        return under_way[i].start_data()
+
+    def tell_sums(i: int) -> Any:
+        under_way.pop(i).finish()
+        every = reduced[i].view(k, -1)
+        every[levels.node] = _finish_reduce_scatter(rows.pop(i), op)
+        mine = [every[levels.node]] * k
+        under_way[i] = PackedExchange(levels.across, levels.node, mine, list(every))
+        return under_way[i].start_sizes()
+
+    def gather(i: int) -> Any:
+        under_way.pop(i).finish()
+        return all_gather_op(parts[i], reduced[i], group=levels.inside, async_op=True)
+
+    _pipeline(len(parts), [scatter, tell_parts, send, tell_sums, send, gather])
     _put_back(work, tensor)
 
 

@@ -41,6 +41,7 @@ from hpctrain.spec.life import (
     Switch,
     node_range,
 )
+from hpctrain.spec.moe import DispatchSpec, MoeSpec
 from hpctrain.spec.transformer import TransformerDims
 from hpctrain.spec.yaml_tree import plain
 
@@ -117,11 +118,16 @@ class ModelSpec(Section):
         description="Standard deviation of the weights' initialisation; output projections of "
         "each block get init_std / sqrt(2·layers).",
     )
+    moe: MoeSpec = Field(
+        default_factory=lambda: MoeSpec(),
+        description="Experts in place of the feed-forward network.",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> ModelSpec:
         if self.module is not None:
             given = [key for key in ("preset", *_DIMENSIONS) if getattr(self, key) is not None]
+            given += ["moe"] if self.moe.experts else []
             if given:
                 raise ValueError(f"module excludes {', '.join(given)}: your function gives these")
             return self
@@ -142,6 +148,11 @@ class ModelSpec(Section):
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads do not divide into {self.kv_heads} kv_heads")
+        if self.moe.experts and self.moe.dense_layers >= (self.layers or 0):
+            raise ValueError(
+                f"moe.dense_layers {self.moe.dense_layers} leaves none of {self.layers} layers "
+                "to experts"
+            )
         return self
 
     def transformer(self) -> TransformerDims:
@@ -171,6 +182,7 @@ class ModelSpec(Section):
             norm_eps=self.norm_eps,
             rope_theta=self.rope_theta,
             init_std=self.init_std,
+            moe=self.moe.dims(self.ffn_hidden or default_ffn_hidden(self.hidden, self.activation)),
         )
 
 
@@ -277,6 +289,19 @@ class ParallelSpec(Section):
     data: AutoCount = Field(
         "auto", description="Data-parallel ranks; auto takes all that the other axes leave."
     )
+    expert: Count = Field(
+        1,
+        description="Ranks of a stage that hold different routed experts. Experts lie on the same "
+        "ranks as everything else in a way of their own: expert · expert_tensor divides tensor · "
+        "context · data, and what is left are copies.",
+    )
+    expert_tensor: Count = Field(
+        1, description="Ranks that share the channels of each routed expert."
+    )
+    dispatch: DispatchSpec = Field(
+        default_factory=lambda: DispatchSpec(),
+        description="With expert above 1: how tokens get to their experts and back.",
+    )
     sharding: Annotated[Literal["none", "zero1", "zero2", "zero3"], Plain] = Field(
         "none",
         description="What data-parallel ranks shard: none (DDP: every rank holds everything), "
@@ -371,15 +396,16 @@ class OptimizerSpec(Section):
 
     scalar_key: ClassVar[str | None] = "kind"
 
-    kind: Annotated[Literal["adamw", "muon", "shampoo"], Plain] = Field(
+    kind: Annotated[Literal["adamw", "adamw8bit", "muon", "shampoo"], Plain] = Field(
         "adamw",
-        description="adamw; or muon or shampoo for the matrices of the layers, with AdamW for "
-        "embeddings, output layer, norms and biases.",
+        description="adamw; or for the matrices of the layers adamw8bit (AdamW with states of 8 "
+        "bits, quantised in blocks), muon or shampoo, with adamw for embeddings, output layer, "
+        "norms and biases.",
     )
     adamw: tuple[Line, ...] = Field(
         (),
-        description="muon, shampoo: patterns of the names of further parameters that AdamW "
-        "takes, such as head.* of your own model.",
+        description="adamw8bit, muon, shampoo: patterns of the names of further parameters that "
+        "AdamW takes, such as head.* of your own model.",
     )
     momentum: Fraction = Field(0.95, description="muon: momentum.")
     nesterov: Boolean = Field(True, description="muon: look ahead.")
@@ -390,7 +416,9 @@ class OptimizerSpec(Section):
         "AdamW's learning rates, or √max(1, m/n), which wants about 0.02.",
     )
     block: Count = Field(
-        1024, description="shampoo: longest side of the blocks that matrices are cut into."
+        1024,
+        description="shampoo: longest side of the blocks that matrices are cut into; "
+        "adamw8bit: elements that share a scale.",
     )
     interval: Count = Field(
         10, description="shampoo: steps between computations of the preconditioners' roots."
@@ -514,6 +542,23 @@ class PartnerLevelSpec(Section):
     )
 
 
+class ParityLevelSpec(Section):
+    """Parity over sets of nodes: survives the loss of a node of each set, in less room."""
+
+    every: OptionalCount = Field(None, description="Steps between them. [none are taken]")
+    keep: Count = Field(1, description="Newest ones kept.")
+    nodes: Annotated[Count, Field(ge=2)] = Field(
+        8,
+        description="Nodes of a set. Beside its own share a node keeps a share's size divided by "
+        "one less than that.",
+    )
+    path: AbsolutePath = Field(
+        None,
+        description="A directory that each node has for itself. [checkpoint.node.path, else "
+        "checkpoint.memory.path]",
+    )
+
+
 class CheckpointSpec(Section):
     """When and where training state is saved."""
 
@@ -564,6 +609,9 @@ class CheckpointSpec(Section):
     )
     partner: PartnerLevelSpec = Field(
         default_factory=lambda: PartnerLevelSpec(), description="Level on a partner node."
+    )
+    parity: ParityLevelSpec = Field(
+        default_factory=lambda: ParityLevelSpec(), description="Level over sets of nodes."
     )
 
 

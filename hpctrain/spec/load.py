@@ -160,10 +160,16 @@ def _expand_preset(tree: Tree) -> dict[str, Source]:
         message = f"no preset {name!r}; {known}"
         raise SpecError([Problem("model.preset", message, mark.file, mark.line, mark.column)])
     origin, values = PRESETS[name]
-    tree.value["model"] = values | model
-    return {
-        f"model.{key}": Source("preset", f"{name} ({origin})") for key in values if key not in model
-    }
+    source = Source("preset", f"{name} ({origin})")
+    merged = {**values, **model}
+    found = {f"model.{key}": source for key in values if key not in model}
+    for key, inner in values.items():
+        given = model.get(key)
+        if isinstance(inner, dict) and isinstance(given, dict):
+            merged[key] = {**inner, **given}
+            found |= {f"model.{key}.{name}": source for name in inner if name not in given}
+    tree.value["model"] = merged
+    return found
 
 
 def _problems(error: ValidationError, tree: Tree, file: str) -> list[Problem]:

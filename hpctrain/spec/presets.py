@@ -21,6 +21,7 @@ _LLAMA = {
     "tied_embeddings": False,
     "norm_eps": 1e-5,
 }
+_MIXTRAL = {**_LLAMA, "rope_theta": 1e6, "max_positions": 32768}
 # Megatron-LM (Narayanan et al. 2021, Korthikanti et al. 2022): GPT blocks, 51,200 padded
 # vocabulary, sequences of 2,048, learned positions, output layer tied to the embedding.
 _MEGATRON = {**_GPT2, "vocab_size": 51200, "max_positions": 2048}
@@ -58,6 +59,36 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         _LLAMA
         | _shape(126, 16384, 128, kv_heads=8, ffn_hidden=53248, vocab_size=128256)
         | {"rope_theta": 500000.0, "max_positions": 8192},
+    ),
+    "mixtral-8x7b": (
+        "shape of Mixtral 8x7B, Jiang et al. 2024, table 1",
+        _MIXTRAL
+        | _shape(32, 4096, 32, kv_heads=8, ffn_hidden=14336, vocab_size=32000)
+        | {"moe": {"experts": 8, "top_k": 2}},
+    ),
+    "mixtral-8x22b": (
+        "shape of Mixtral 8x22B (its released configuration)",
+        _MIXTRAL
+        | _shape(56, 6144, 48, kv_heads=8, ffn_hidden=16384, vocab_size=32768)
+        | {"max_positions": 65536, "moe": {"experts": 8, "top_k": 2}},
+    ),
+    "deepseek-moe-16b": (
+        "shape of DeepSeekMoE 16B, Dai et al. 2024, section 5.1 (its released configuration)",
+        _LLAMA
+        | _shape(28, 2048, 16, ffn_hidden=10944, vocab_size=102400)
+        | {
+            "norm_eps": 1e-6,
+            "max_positions": 4096,
+            "moe": {
+                "experts": 64,
+                "top_k": 6,
+                "hidden": 1408,
+                "shared": 2,
+                "dense_layers": 1,
+                "normalize": False,
+                "balance": 0.001,
+            },
+        },
     ),
     "gpt-22b": ("Korthikanti et al. 2022, table 3", _MEGATRON | _shape(48, 6144, 64)),
     "gpt-175b": ("Brown et al. 2020; Korthikanti et al. 2022", _MEGATRON | _shape(96, 12288, 96)),

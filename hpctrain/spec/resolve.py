@@ -81,6 +81,8 @@ def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
         world,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
         data=parallel.data,
         shard=parallel.shard if parallel.fsdp else 1,
         ranks_per_node=ranks_per_node,
@@ -137,6 +139,8 @@ def _model(spec: JobSpec) -> dict[str, Any]:
         values["model.ffn_hidden"] = default_ffn_hidden(model.hidden, model.activation)
     if model.max_positions is None:
         values["model.max_positions"] = spec.data.sequence_length
+    if model.moe.experts and model.moe.hidden is None:
+        values["model.moe.hidden"] = values.get("model.ffn_hidden", model.ffn_hidden)
     return values
 
 
@@ -163,6 +167,7 @@ def check(job: Job) -> None:
             "tensor and pipeline parallelism, with parallel.sharding none or zero1"
         )
         raise _impossible(job, "health.dispersion", message)
+    _check_experts(job)
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (tensor > 1 or spec.parallel.fsdp):
         key = "parallel.tensor" if tensor > 1 else "parallel.sharding"
@@ -187,6 +192,51 @@ def _check_tensor(job: Job, tensor: int) -> None:
             "parallel.sequence",
             f"data.sequence_length {length} does not divide over {tensor} tensor-parallel ranks; "
             f"set parallel.sequence: false, or a length of {length // tensor * tensor or tensor}",
+        )
+
+
+def _check_experts(job: Job) -> None:
+    parallel, moe = job.spec.parallel, job.spec.model.moe
+    dispatch = parallel.dispatch
+    ranks = {"expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
+    if not moe.experts:
+        for key, value in (*ranks.items(), ("dispatch.chunks", dispatch.chunks)):
+            if value > 1:
+                message = f"found {value}, but the model has no experts (model.moe.experts)"
+                raise _impossible(job, f"parallel.{key}", message)
+        return
+    shared = {"expert": moe.experts, "expert_tensor": moe.hidden or 0}
+    for key, what in (("expert", "experts"), ("expert_tensor", "channels of an expert")):
+        if ranks[key] > shared[key]:
+            message = f"{ranks[key]} ranks cannot share {shared[key]} {what}"
+            raise _impossible(job, f"parallel.{key}", message)
+    if parallel.overlap and parallel.tensor > 1:
+        message = "overlap takes blocks with dense feed-forward networks; set it to false"
+        raise _impossible(job, "parallel.overlap", message)
+    if dispatch.kind == "slice" and (parallel.expert != parallel.tensor or parallel.tensor == 1):
+        raise _impossible(
+            job,
+            "parallel.dispatch.kind",
+            f"slice needs as many expert as tensor ranks, above 1; found expert {parallel.expert}, "
+            f"tensor {parallel.tensor}",
+        )
+    if dispatch.kind == "slice" and parallel.expert_tensor > 1:
+        message = f"slice needs expert_tensor 1; found {parallel.expert_tensor}"
+        raise _impossible(job, "parallel.dispatch.kind", message)
+    if dispatch.kind == "slice" and dispatch.chunks > 1:
+        message = f"slice sends nothing that {dispatch.chunks} parts could overlap; set it to 1"
+        raise _impossible(job, "parallel.dispatch.chunks", message)
+    if dispatch.copies and (
+        parallel.expert == 1
+        or parallel.expert_tensor > 1
+        or dispatch.chunks > 1
+        or dispatch.kind == "slice"
+    ):
+        raise _impossible(
+            job,
+            "parallel.dispatch.copies",
+            "copies of experts need expert above 1, expert_tensor 1, and dispatch flat or "
+            "hierarchical in one part",
         )
 
 

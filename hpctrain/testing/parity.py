@@ -30,6 +30,7 @@ def check_parity(
     steps: int = 10,
     timeout: float = 170.0,
     learns: float = 0.3,
+    per_node: int | None = None,
 ) -> list[Report]:
     """Train a job in several layouts on ``ranks`` MPI ranks, and on one.
 
@@ -40,15 +41,22 @@ def check_parity(
         steps: optimizer steps.
         timeout: seconds for all.
         learns: the loss of one rank has to fall by this much, or parity means little.
+        per_node: take so many ranks for a node, whatever host they are on.
 
     Returns:
         For each layout the largest differences: ``loss`` (absolute), ``norm`` and ``gradient``
         (of each parameter the L2 norm of the difference over that of one rank's gradient, or
         over a thousandth of the mean over all parameters where that is more), ``worst`` (its
-        name) and ``losses``.
+        name), ``losses``, and ``axes`` that rank 0 communicated along.
     """
     reports: list[Report] = run_ranks(
-        ranks, _on_ranks, job, [list(layout) for layout in layouts], steps, timeout=timeout
+        ranks,
+        _on_ranks,
+        job,
+        [list(layout) for layout in layouts],
+        steps,
+        per_node,
+        timeout=timeout,
     )[0]
     for layout, report in zip(layouts, reports, strict=True):
         report["layout"] = " ".join(layout)
@@ -57,7 +65,7 @@ def check_parity(
     return reports
 
 
-def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
+def _on_ranks(job: str, layouts: list[list[str]], steps: int, per_node: int | None) -> list[Report]:
     from hpctrain.layout import RankGrid
     from hpctrain.runtime.bootstrap import bootstrap, start_mpi
     from hpctrain.runtime.environment import RankEnvironment
@@ -73,15 +81,16 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int) -> list[Report]:
     for layout, spec in zip(layouts, specs, strict=True):
         grid = RankGrid(layout_of(spec))
         if grid.layout not in contexts:
-            contexts[grid.layout] = _with_grid(context, grid)
+            contexts[grid.layout] = _with_grid(context, grid, per_node)
         found = _train(contexts[grid.layout], spec, steps)
+        axes = sorted(context.communicators.counter.take())
         if comm.rank == 0:
             # What is no matter of the layout (dropout, heads …) belongs to the reference too.
             options = [o for o in layout if not o.startswith(("parallel.", "train.micro_batch"))]
             key = " ".join(options)
             if key not in references:
                 references[key] = _train(_alone(context), _spec(job, 1, options), steps)
-            reports.append(_compare(found, references[key]))
+            reports.append(_compare(found, references[key]) | {"axes": axes})
     barrier(comm)  # rank 0 trains alone meanwhile
     return reports
 
@@ -99,16 +108,14 @@ def _spec(job: str, ranks: int, overrides: Sequence[str]) -> Any:
     return resolved.spec
 
 
-def _with_grid(context: Any, grid: Any) -> Any:
+def _with_grid(context: Any, grid: Any, per_node: int | None = None) -> Any:
     """The same ranks in another layout."""
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
+    from hpctrain.runtime.communicators import Communicators
 
-    from hpctrain.layout import DENSE_AXES
-
-    ranks = torch.from_numpy(grid.rank_array())
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(DENSE_AXES))
-    return dataclasses.replace(context, grid=grid, mesh=mesh)
+    found = context.communicators
+    nodes = found.nodes if per_node is None else [rank // per_node for rank in range(grid.size)]
+    made = Communicators(context.comm, grid, nodes, context.device, found.counter)
+    return dataclasses.replace(context, grid=grid, mesh=made.mesh, communicators=made)
 
 
 def _alone(context: Any) -> Any:

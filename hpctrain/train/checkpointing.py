@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hpctrain
 from hpctrain.errors import CheckpointError
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import steps_between
 from hpctrain.io.recover import Recovery
-from hpctrain.io.saver import Outcome, SaveOptions, Saver
+from hpctrain.io.restore import DamagedError
+from hpctrain.io.saver import Outcome, Saver
 from hpctrain.io.storage import files_for
 from hpctrain.io.store import STORE
 from hpctrain.train import rng
 from hpctrain.train.levels import Levels
 
 if TYPE_CHECKING:
+    from hpctrain.io.checkpoint import CheckpointReader
     from hpctrain.runtime.context import RankContext
     from hpctrain.spec.job import JobSpec
     from hpctrain.train.metrics import Recorder
@@ -52,6 +57,7 @@ class Checkpointer:
         self._levels = Levels(root, spec.checkpoint, context, write)
         self._interval = _Interval(spec)
         self._blocked = 0.0
+        self._generators = rng.Generators()
         self._static = self._static_scalars()
 
     @property
@@ -100,7 +106,7 @@ class Checkpointer:
             state.step,
             sources,
             scalars=state.scalars() | self._static,
-            per_rank=rng.capture(),
+            per_rank=self._generators.capture(),
             tiers={STORE} if wait else self.due(state.step),
         )
         outcomes = []
@@ -161,6 +167,11 @@ class Checkpointer:
             "layout": {
                 axis: layout.size(axis) for axis in ("pp", "tp", "dp_replicate", "dp_shard")
             },
+            "schedule": {
+                "lr": self.spec.train.lr,
+                "min_lr": self.spec.train.min_lr,
+                **self.spec.train.schedule.model_dump(mode="json"),
+            },
             "data": {"seed": self.spec.train.seed, "global_batch": self.spec.train.global_batch},
             "model": self.spec.model.model_dump(mode="json"),
         }
@@ -179,16 +190,23 @@ class Checkpointer:
         removed = self.store.clean()
         if removed:
             recorder.event("warning", f"removed what dead writers left: {', '.join(removed)}")
-        recovery = Recovery(self.store, self._levels.near(), self.context.node)
-        choice = recovery.find(wanted)
+        recovery = Recovery(
+            self.store, self._levels.near(), self.context.node, self._static["layout"]
+        )
+        while True:
+            choice = recovery.find(wanted)
+            if choice is None:
+                break
+            with recovery.open(choice) as reader:
+                generators, fault = self._take(state, reader)
+            if fault is None:
+                break
+            recovery.reject(choice, fault)
         for bad, reason in recovery.skipped:
             recorder.event("checkpoint_skipped", f"step {bad}: {reason}", step=bad)
         if choice is None:
             self._none_found(wanted, recovery.skipped)
             return False
-        with recovery.open(choice) as reader:
-            generators = state.restore(reader)
-            self.context.comm.Barrier()
         step = choice.step
         recorder.resumed_from = step
         recorder.durable_step = step if choice.stored else self._newest_stored()
@@ -208,6 +226,16 @@ class Checkpointer:
             )
         self._warn_of_changes(reader.scalars, recorder)
         return True
+
+    def _take(self, state: TrainState, reader: CheckpointReader) -> tuple[bool, str | None]:
+        """Read a checkpoint on all ranks: whether generators were restored, and what is damaged."""
+        generators, fault = False, None
+        try:
+            generators = state.restore(reader)
+        except DamagedError as error:
+            fault = error.message
+        faults = [text for text in self.context.comm.allgather(fault) if text is not None]
+        return generators, faults[0] if faults else None
 
     def _none_found(self, wanted: int, skipped: list[tuple[int, str]]) -> None:
         """Raise where there are checkpoints and none will do, or the one asked for will not."""
@@ -253,6 +281,7 @@ class _Interval:
         self._idle = _Mean()
         self._busy = _Mean()
         self._blocked = 0.0
+        self._costs: deque[float] = deque(maxlen=5)
 
     def step(self, seconds: float, busy: bool) -> None:
         (self._busy if busy else self._idle).add(seconds)
@@ -261,13 +290,14 @@ class _Interval:
         self._blocked += seconds
 
     def cost(self) -> float:
-        """Seconds that the checkpoints since the last call cost: what the loop waited, and what
-        its steps took longer while something was in flight."""
+        """Seconds that a checkpoint costs: what the loop waited, and what its steps took longer
+        while something was in flight. The median of the last ones, for other things make steps
+        slow too."""
         slower = (self._busy.value - self._idle.value) * self._busy.count if self._idle.count else 0
-        cost = max(1e-4, self._blocked + max(0.0, slower))
+        self._costs.append(max(1e-4, self._blocked + max(0.0, slower)))
         self._blocked = 0.0
         self._busy = _Mean()
-        return cost
+        return statistics.median(self._costs)
 
     def adapt(self, cost: float, duration: float) -> str | None:
         step = self._idle.value or self._busy.value

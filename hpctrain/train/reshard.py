@@ -16,8 +16,9 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.io.dtypes import raw_dtype
 from hpctrain.io.shards import Box
-from hpctrain.layout import RankGrid
+from hpctrain.layout import ParallelLayout, RankGrid
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.expert import Place, cut_experts
 from hpctrain.parallel.pipeline_stages import transformer_stages
 from hpctrain.parallel.regions import TensorGroup
 from hpctrain.parallel.tensor import cut_transformer
@@ -71,7 +72,7 @@ def shares(reader: CheckpointReader, spec: JobSpec) -> Iterator[Share]:
         at = grid.coordinates(rank)
         tensors = size = extents = 0
         files = set()
-        for name, whole, box in _boxes(spec, at, layout.size("tp"), layout.dp_shard):
+        for name, whole, box in _boxes(spec, at, layout):
             wanted = [f"model/{name}", *(f"optimizer/{kind}/{name}" for kind in kinds)]
             for entry in wanted:
                 found = reader.manifest.tensors.get(entry)
@@ -93,9 +94,10 @@ def shares(reader: CheckpointReader, spec: JobSpec) -> Iterator[Share]:
 
 
 def _boxes(
-    spec: JobSpec, at: dict[str, int], tensor: int, shard: int
+    spec: JobSpec, at: dict[str, int], layout: ParallelLayout
 ) -> Iterator[tuple[str, tuple[int, ...], Box]]:
     """Name, global shape and box of every parameter of a rank."""
+    tensor, shard = layout.tp, layout.dp_shard
     schedule = plan_pipeline(spec)
     modules: list[torch.nn.Module] = [Transformer(spec.model.transformer(), device="meta")]
     copies: set[str] = set()
@@ -108,6 +110,9 @@ def _boxes(
         if tensor > 1:
             group = TensorGroup(None, at["tp"], tensor, False)
             cuts = cut_transformer(module, group)
+        if layout.tp * layout.cp * layout.ep * layout.etp > 1:
+            place = Place(at["ep"], layout.ep, at["etp"], layout.etp)
+            cuts |= cut_experts(module, place, reduced=True)
         logical = module.logical_names
         for name, parameter in module.named_parameters():
             name = logical.get(name, name)
@@ -117,7 +122,23 @@ def _boxes(
             cut = cuts.get(name)
             offsets = cut.offsets if cut else (0,) * len(shape)
             whole = cut.global_shape if cut else shape
-            yield name, whole, _rows(Box(offsets, shape), at["dp_shard"], shard)
+            box = Box(offsets, shape)
+            if cut is not None and cut.expert:
+                ranks = layout.edp if spec.parallel.fsdp else 1
+                yield name, whole, _expert_part(box, at["edp"], ranks)
+            else:
+                yield name, whole, _rows(box, at["dp_shard"], shard)
+
+
+def _expert_part(box: Box, rank: int, ranks: int) -> Box:
+    """FSDP2's share of experts on a mesh of their own: whole experts, or rows of each."""
+    experts, rows = box.shape[:2]
+    if experts < ranks and rows % ranks == 0:
+        count = rows // ranks
+        first, *rest = box.offsets
+        offsets = (first, rest[0] + rank * count, *rest[1:])
+        return Box(offsets, (experts, count, *box.shape[2:]))
+    return _rows(box, rank, ranks)
 
 
 def _rows(box: Box, rank: int, ranks: int) -> Box:

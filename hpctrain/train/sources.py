@@ -8,8 +8,9 @@ with its name, and from the next one on that tensor is copied before the save re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from hpctrain.io.staging import Item
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_VERSION = attrgetter("_version")
 _RAW = {  # no numpy type of its own: raw bits
     torch.bfloat16: torch.uint16,
     torch.float8_e4m3fn: torch.uint8,
@@ -63,6 +65,7 @@ class TorchSources:
         self._owners = [owner for _, owner in self._watched]
         self._stale = False
         self._states = [(h.state, h.key, h.owner) for h in held if h.state is not None]
+        self._counts = {id(h.state): (h.state, len(h.state)) for h in held if h.state is not None}
         self._places = [(h.local, h.local.data_ptr()) for h in held if h.state is None]
         self._versions: list[int] = []
         device = next((h.local.device for h in held if h.local.is_cuda), None)
@@ -88,8 +91,22 @@ class TorchSources:
             tensor.data_ptr() == at for tensor, at in places
         )
 
+    def register(self, images: Sequence[NDArray[Any]]) -> Callable[[], None]:
+        if self._stream is None:
+            return lambda: None
+        # Into pageable memory CUDA copies by way of a small buffer of its own, and waits.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        places = [(image.ctypes.data, image.nbytes) for image in images]
+        pinned = [at for at, size in places if int(runtime.cudaHostRegister(at, size, 0)) == 0]
+
+        def release() -> None:
+            for at in pinned:
+                runtime.cudaHostUnregister(at)
+
+        return release
+
     def begin(self) -> None:
-        self._versions = [tensor._version for tensor in self._owners]
+        self._versions = list(map(_VERSION, self._owners))
         if self._stream is not None:
             # The update that made these values may still be running.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -117,11 +134,12 @@ class TorchSources:
         return known[1:]
 
     def check(self) -> None:
-        if not self._hold(self._states, self._places):
+        counted = all(len(state) == count for state, count in self._counts.values())
+        if not counted or not self._hold(self._states, self._places):
             self._stale = True
             raise CheckpointError(
-                "tensors of the model or the optimizer were replaced by others since the last "
-                "checkpoint; the next one takes the new ones"
+                "tensors of the model or the optimizer were replaced by others, or came, since the "
+                "last checkpoint; the next one takes the new ones"
             )
         pairs = zip(self._watched, self._versions, strict=True)
         changed = [

@@ -57,7 +57,7 @@ class TrainState:
 
     def sources(self) -> TorchSources:
         """What this rank writes. The same object as long as the tensors are the same."""
-        states = sum(map(len, self.optimizer.state.values()))
+        states = len(self.optimizer.state)
         if self._sources is None or states != self._states or not self._sources.still_valid():
             self._sources = TorchSources([e.held() for e in self._entries() if e.part.writer])
             self._states = states

@@ -15,6 +15,8 @@ from hpctrain.model.build import user_function
 from hpctrain.model.dropout import dropout_keys
 from hpctrain.optim.schedule import learning_rate
 from hpctrain.parallel.data import accumulating
+from hpctrain.parallel.expert import balance_by_bias
+from hpctrain.parallel.model import unwrapped
 
 if TYPE_CHECKING:
     from hpctrain.parallel.batch import MicroBatch
@@ -62,6 +64,8 @@ class Stepper:
         sharded = spec.parallel.fsdp
         # FSDP2 casts by its own policy; autocast would cast what it already gathered.
         self._autocast = spec.train.precision == "bf16" and not sharded
+        own = spec.model.module is not None
+        self._moe = spec.model.transformer() if not own and spec.model.moe.experts else None
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Accumulate the gradients of a step's micro-batches.
@@ -104,7 +108,18 @@ class Stepper:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._moe is not None:
+            chunks = [unwrapped(chunk) for chunk in self.model.chunks]
+            balance_by_bias(chunks, self._moe, self._over_all_ranks)
         return norm
+
+    def _over_all_ranks(self, loads: torch.Tensor) -> torch.Tensor:
+        context = self.model.context
+        if context.world_size == 1:
+            return loads
+        on_device = loads.to(self.device)
+        torch.distributed.all_reduce(on_device)
+        return on_device.cpu()
 
     def _compute(self) -> AbstractContextManager[Any]:
         if not self._autocast:

@@ -40,13 +40,14 @@ import numpy as np
 import torch
 
 from hpctrain.io import directory
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
-from hpctrain.io.comm import SoloCommunicator
+from hpctrain.io.comm import Done, SoloCommunicator
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.partner import PartnerTier
 from hpctrain.io.recover import Level, Recovery
 from hpctrain.io.restore import Request
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec
 from hpctrain.io.store import STORE
 from hpctrain.io.tiers import MEMORY, NODE, PARTNER, MemoryTier, NodeTier
@@ -88,8 +89,9 @@ class PipeCommunicator:
     def scatter(self, sendobj: Any, root: int = 0) -> Any:
         return self.allgather(sendobj if self.rank == root else None)[root][self.rank]
 
-    def Allreduce(self, sendbuf: Any, recvbuf: Any) -> None:
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any) -> Done:
         recvbuf[...] = np.sum(self.allgather(np.asarray(sendbuf)), axis=0)
+        return Done()
 
     def barrier(self) -> None:
         self.allgather(None)
@@ -279,7 +281,11 @@ def run_rank(root: Path, shm: Path, plan: Plan, comm: Any) -> None:
             due.add(STORE)
         if due:
             saver.save(
-                number, training.held(), scalars={"n": number}, per_rank=rng.capture(), tiers=due
+                number,
+                training.held(),
+                scalars={"n": number},
+                per_rank=rng.Generators().capture(),
+                tiers=due,
             )
     conclude(root, comm.rank, saver.drain())
     if comm.rank == 0:

@@ -39,6 +39,28 @@ def fsdp_range(count: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * chunk, count), min((rank + 1) * chunk, count)
 
 
+def small(step: int) -> list[TensorShard]:
+    """A few tensors of one rank whose numbers tell the step."""
+    return [
+        whole("model/w", numbers([40, 30], step)),
+        whole("model/b", numbers([30], step)),
+        whole("optimizer/exp_avg/w", numbers([40, 30], 2 * step)),
+    ]
+
+
+def save_small(root: str, files: Any) -> None:
+    """Steps 1 and 2 of a small state, in shares."""
+    comm = _comm()
+    store = CheckpointStore(Path(root), comm, keep=5, files=files)
+    for step in (1, 2):
+        full = numbers([40, 30], step)
+        shards = [part("model/w", full, 0, *fsdp_range(40, comm.rank, comm.size))]
+        if comm.rank == comm.size - 1:
+            shards.append(whole("model/b", numbers([30], step)))
+        generator = np.arange(100, dtype=np.uint8)
+        store.save(step, shards, scalars={"step": step}, per_rank={"generator": generator})
+
+
 def _comm() -> Any:
     from mpi4py import MPI
 

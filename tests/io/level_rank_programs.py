@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 from checkpoint_rank_programs import _comm, fsdp_range, numbers, part, whole
 
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.flush import WriteOptions
+from hpctrain.io.parity import ParityTier
 from hpctrain.io.partner import PartnerTier
 from hpctrain.io.recover import Level, Recovery
 from hpctrain.io.restore import Request
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.sources import HostSources
-from hpctrain.io.tiers import MEMORY, NODE, PARTNER, MemoryTier, NodeTier
+from hpctrain.io.tiers import MEMORY, NODE, PARITY, PARTNER, MemoryTier, NodeTier
 
 ROWS, COLUMNS = (40, 30), (8, 12)
 
@@ -32,14 +34,14 @@ def node_of(rank: int, size: int) -> int:
 
 def levels_of(root: Path, node: int) -> list[Level]:
     place = root / f"node{node}"
-    return [Level(name, place / name / "here") for name in (MEMORY, NODE, PARTNER)]
+    return [Level(name, place / name / "here") for name in (MEMORY, NODE, PARTNER, PARITY)]
 
 
 def make_saver(root: Path, comm: Any, files: str = "rank") -> Saver:
     rank, size = comm.rank, comm.size
     node = node_of(rank, size)
     leads = rank == 0 or node_of(rank - 1, size) != node
-    memory, local, partner = (level.root for level in levels_of(root, node))
+    memory, local, partner, _ = (level.root for level in levels_of(root, node))
     options = WriteOptions()
     return Saver(
         root / "store",
@@ -52,6 +54,63 @@ def make_saver(root: Path, comm: Any, files: str = "rank") -> Saver:
             PartnerTier(partner, comm.Dup(), node, keep=1),
         ],
     )
+
+
+def save_in_sets(root: str, size: int, steps: list[int], files: str) -> list[Any]:
+    """A node a rank; parity over sets of ``size`` of them. Leaves as a killed process would."""
+    comm = _comm()
+    levels = {level.name: level.root for level in levels_of(Path(root), comm.rank)}
+    options = WriteOptions()
+    parity = ParityTier(
+        levels[PARITY], comm.Dup(), comm.rank, size=size, leads=True, keep=1, options=options
+    )
+    saver = Saver(
+        Path(root) / "store", comm, options=SaveOptions(files), node=comm.rank, tiers=[parity]
+    )
+    told = []
+    for step in steps:
+        saver.save(
+            step,
+            state(comm.rank, comm.size, step),
+            scalars={"tokens": step * 100},
+            per_rank=functools.partial(dict, generator=np.full(3, 10 * step + comm.rank)),
+            tiers=[PARITY],
+        )
+        told += [[o.step, list(o.tiers), list(o.warnings), str(o.error)] for o in saver.drain()]
+    saver.close(forget=False)
+    return told
+
+
+def lose_nodes(root: str, size: int, files: str, losses: list[list[int]]) -> dict[str, Any]:
+    """Save in sets; for each loss restore without those nodes; at last with a bad parity."""
+    comm = _comm()
+    place = Path(root)
+    told = save_in_sets(root, size, [1, 2], files)
+    found = []
+
+    def move(nodes: list[int], source: str, target: str) -> None:
+        comm.Barrier()
+        if comm.rank == 0:
+            for node in nodes:
+                shutil.rmtree(place / f"{target}{node}", ignore_errors=True)
+                (place / f"{source}{node}").rename(place / f"{target}{node}")
+            # What was worked out would be found the next time.
+            for rebuilt in place.glob("node*/parity/here/rebuilt-*"):
+                shutil.rmtree(rebuilt)
+        comm.Barrier()
+
+    for lost in losses:
+        move(lost, "node", "away")
+        found.append(restore_levels(root, own_nodes=True))
+        move(lost, "away", "node")
+    if comm.rank == 0:
+        (parity,) = place.glob("node3/parity/here/*/parity-*")
+        data = bytearray(parity.read_bytes())
+        data[100] ^= 1
+        parity.write_bytes(data)
+    move([4], "node", "away")
+    damaged = restore_levels(root, own_nodes=True)
+    return {"told": told, "found": found, "damaged": damaged}
 
 
 def state(rank: int, size: int, step: int) -> HostSources:
@@ -85,10 +144,10 @@ def save_levels(root: str, saves: list[list[Any]], files: str = "rank") -> list[
     return told
 
 
-def restore_levels(root: str, wanted: int = -1) -> dict[str, Any]:
+def restore_levels(root: str, wanted: int = -1, own_nodes: bool = False) -> dict[str, Any]:
     """Find the best one, read this rank's columns of everything, and say whether it is right."""
     comm = _comm()
-    node = node_of(comm.rank, comm.size)
+    node = comm.rank if own_nodes else node_of(comm.rank, comm.size)
     store = CheckpointStore(Path(root) / "store", comm)
     recovery = Recovery(store, levels_of(Path(root), node), node)
     choice = recovery.find(wanted)

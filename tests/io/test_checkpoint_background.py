@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +17,15 @@ import pytest
 import torch
 
 from hpctrain.errors import CheckpointError
+from hpctrain.io.buffers import SaveOptions
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import daly, steps_between, young
-from hpctrain.io.saver import SaveOptions, Saver
+from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec, TensorShard
 from hpctrain.io.sources import HostSources
+from hpctrain.train.rng import Generators, restore
 from hpctrain.train.sources import Held, TorchSources
 
 
@@ -33,7 +36,9 @@ class Model:
         self.parameters = {
             name: torch.zeros(shape, requires_grad=True) for name, shape in shapes.items()
         }
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.5)
+        for parameter in self.parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.5, fused=True)
         self.step()
         self.sources = TorchSources(list(self._held()))
 
@@ -45,8 +50,6 @@ class Model:
                 yield _whole(f"optimizer/{key}/{name}", value, state, key)
 
     def step(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
 
     def values(self) -> dict[str, np.ndarray]:
@@ -76,14 +79,15 @@ def test_the_optimizers_step_waits_for_the_copy(tmp_path: Path) -> None:
     model = Model({"large": (3000, 1000), "small": (7,)})
     saver = saver_in(tmp_path)
     model.optimizer.register_step_pre_hook(lambda *_: saver.wait_copied())
-    expected = {}
+    expected, outcomes = {}, []
     for step in range(1, 9):
         expected[step] = model.values()
         assert saver.save(step, model.sources, scalars={}, per_rank=dict)
         model.step()
-        saver.poll()
-    assert [o.error for o in saver.drain()] == [None] * len(saver.drain() or [])
+        outcomes += saver.poll()
+    outcomes += saver.drain()
     saver.close()
+    assert [(o.step, o.error) for o in outcomes] == [(step, None) for step in expected]
     for step, values in expected.items():
         for name, value in values.items():
             assert np.array_equal(read(tmp_path, step, name), value), (step, name)
@@ -96,7 +100,8 @@ def test_a_change_past_the_optimizer_never_reaches_the_file(tmp_path: Path, name
     the next save takes that tensor before it returns."""
     model = Model({"large": (3000, 1000), "small": (7,)})
     saver = saver_in(tmp_path)
-    for step in range(1, 6):
+    failed = []
+    for step in range(1, 9):
         before = model.values()
         saver.save(step, model.sources, scalars={}, per_rank=dict)
         with torch.no_grad():
@@ -106,10 +111,13 @@ def test_a_change_past_the_optimizer_never_reaches_the_file(tmp_path: Path, name
         if outcome.error is None:
             assert np.array_equal(read(tmp_path, step, f"model/{name}"), before[f"model/{name}"])
         else:
-            assert step == 1
+            failed.append(step)
             assert f"model/{name}: changed between the save" in outcome.error.message
     saver.close()
-    assert CheckpointStore(tmp_path, SoloCommunicator()).steps()[-4:] == [2, 3, 4, 5]
+    # A copy may have been quicker than the change; the first that was not is the last to fail.
+    assert len(failed) <= 1
+    stored = CheckpointStore(tmp_path, SoloCommunicator()).steps()
+    assert stored == [step for step in range(1, 9) if step not in failed]
 
 
 def test_replaced_tensors_are_noticed(tmp_path: Path) -> None:
@@ -232,11 +240,14 @@ def test_a_bandwidth_cap_holds_and_draining_lifts_it(tmp_path: Path) -> None:
 
 
 def test_memory_is_flat_over_a_hundred_saves(tmp_path: Path) -> None:
-    model = Model({f"w{number}": (400, 1000) for number in range(4)})
+    """Of what saving itself takes, two buffers and what is around them, and of the process."""
+    model = Model({f"w{number}": (700, 1000) for number in range(4)})
+    model.step()
+    process = psutil.Process()
+    before = process.memory_info().rss
     saver = saver_in(tmp_path)
     saver.store.keep = 1
     model.optimizer.register_step_pre_hook(lambda *_: saver.wait_copied())
-    process = psutil.Process()
     sizes = []
     for step in range(1, 111):
         saver.save(step, model.sources, scalars={}, per_rank=dict)
@@ -248,14 +259,19 @@ def test_memory_is_flat_over_a_hundred_saves(tmp_path: Path) -> None:
     settled = sizes[10:]
     assert len(settled) == 100
     assert max(settled) < 1.1 * min(settled)
+    state = 3 * 4 * 4 * 700 * 1000
+    held = [size - before for size in settled]
+    assert 2 * state <= max(held) < 2.2 * state + (4 << 20)
+    assert max(held) < 1.1 * min(held)
 
 
 def test_scalars_may_outgrow_their_place(tmp_path: Path) -> None:
     saver = saver_in(tmp_path)
     saver.save(1, shards(1), scalars={"note": "short"}, per_rank=dict)
     saver.save(2, shards(2), scalars={"note": "x" * 40_000}, per_rank=dict)
-    outcomes = saver.drain()
-    assert outcomes[1].error is not None and "scalars of" in outcomes[1].error.message
+    errors = {outcome.step: outcome.error for outcome in saver.drain()}
+    assert errors[1] is None
+    assert errors[2] is not None and "scalars of" in errors[2].message
     saver.save(3, shards(3), scalars={"note": "x" * 40_000}, per_rank=dict)
     assert [o.error for o in saver.drain()] == [None]
     saver.close()
@@ -299,6 +315,32 @@ def test_another_reader_while_checkpoints_are_written(tmp_path: Path) -> None:
     saver.close()
     assert faults == []
     assert len(seen) > 3
+
+
+def test_the_quick_look_at_generators_sees_every_draw() -> None:
+    """numpy's state is asked for only where it may have changed, among others by a normal number
+    that was drawn before and only now given out."""
+    quick = Generators()
+
+    def state(generators: Generators) -> dict[str, list[float]]:
+        return {k: np.nan_to_num(v).tolist() for k, v in generators.capture()().items()}
+
+    draws = (
+        lambda: None,
+        lambda: np.random.rand(3),
+        lambda: np.random.randn(1),
+        lambda: np.random.randn(1),
+        lambda: np.random.seed(3),
+        lambda: random.gauss(0, 1),
+        lambda: torch.rand(1),
+    )
+    for draw in draws * 2:
+        draw()
+        assert state(quick) == state(Generators())
+    saved = quick.capture()()
+    drawn = random.random(), np.random.randn(), float(torch.rand(1))
+    restore(saved)
+    assert (random.random(), np.random.randn(), float(torch.rand(1))) == drawn
 
 
 def test_intervals_of_young_and_daly() -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_rank_programs import numbers, save_on_full_disk, whole
+from checkpoint_rank_programs import numbers, save_on_full_disk, save_small, small
 
 from hpctrain.errors import CheckpointError
-from hpctrain.io import directory
+from hpctrain.io import directory, quota
 from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
+from hpctrain.io.recover import Recovery
+from hpctrain.testing import ranks
 
 PROGRAMS = Path(__file__).with_name("checkpoint_rank_programs.py")
 
@@ -27,31 +29,55 @@ PROGRAMS = Path(__file__).with_name("checkpoint_rank_programs.py")
 def small_store(root: Path, steps: tuple[int, ...] = (1, 2)) -> CheckpointStore:
     store = CheckpointStore(root, SoloCommunicator(), keep=5)
     for step in steps:
-        shards = [
-            whole("model/w", numbers([40, 30], step)),
-            whole("model/b", numbers([30], step)),
-            whole("optimizer/exp_avg/w", numbers([40, 30], 2 * step)),
-        ]
         rank_state = {"generator": np.arange(100, dtype=np.uint8)}
-        store.save(step, shards, scalars={"step": step, "lr": 0.1}, per_rank=rank_state)
+        store.save(step, small(step), scalars={"step": step, "lr": 0.1}, per_rank=rank_state)
     return store
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    """400 random bits of any file of the newest checkpoint: never taken, the older one is."""
-    store = small_store(tmp_path)
-    files = sorted((tmp_path / "step00000002").iterdir())
+@pytest.mark.parametrize("files", ["one", "rank"])
+def test_a_thousand_damages_are_found_before_a_step_is_taken(tmp_path: Path, files: str) -> None:
+    """Flipped bits, truncated and deleted files, 500 on each kind of checkpoint: what a run asks
+    when it starts never names the damaged one, and says which file it was."""
+    if files == "one":
+        small_store(tmp_path)
+    else:
+        ranks.run_ranks(2, save_small, str(tmp_path), files)
+    store = CheckpointStore(tmp_path, SoloCommunicator())
+    assert _chosen(store) == (2, [])
+    paths = sorted((tmp_path / "step00000002").iterdir())
+    assert len(paths) == (3 if files == "one" else 5)
     dice = random.Random(1)
-    # Each file is hit as often as the others, however small it is.
-    for _ in range(400):
-        path = dice.choice(files)
-        position, bit = dice.randrange(path.stat().st_size), dice.randrange(8)
-        _flip(path, position, bit)
-        step, skipped = store.latest_good()
-        assert (step, [s for s, _ in skipped]) == (1, [2]), (path.name, position, bit)
+    counts = dict.fromkeys(("flip", "truncate", "delete"), 0)
+    for _ in range(500):
+        # Each file is hit as often as the others, however small it is.
+        path = dice.choice(paths)
+        how = dice.choices(tuple(counts), (8, 3, 1))[0]
+        counts[how] += 1
+        size = path.stat().st_size
+        position, bit = dice.randrange(size), dice.randrange(8)
+        data = path.read_bytes()
+        if how == "flip":
+            _flip(path, position, bit)
+        elif how == "truncate":
+            path.write_bytes(data[:position])
+        else:
+            path.unlink()
+        step, skipped = _chosen(store)
+        assert (step, [s for s, _ in skipped]) == (1, [2]), (path.name, how, position, bit)
         assert str(path.parent) in skipped[0][1]
-        _flip(path, position, bit)
-    assert store.latest_good() == (2, [])
+        path.write_bytes(data)
+    assert all(count > 20 for count in counts.values())
+    assert _chosen(store) == (2, [])
+
+
+def _chosen(store: CheckpointStore) -> tuple[int, list[tuple[int, str]]]:
+    """What a run that starts now would go on from, as the trainer asks for it."""
+    recovery = Recovery(store, [], 0)
+    choice = recovery.find()
+    assert choice is not None
+    with recovery.open(choice) as reader:
+        assert reader.step == choice.step
+    return choice.step, recovery.skipped
 
 
 def _flip(path: Path, position: int, bit: int) -> None:
@@ -127,19 +153,35 @@ def test_leftovers_are_removed_and_named(tmp_path: Path) -> None:
     host = os.uname().nodename
     dead = f"step00000003.tmp-{host}.{_dead_pid()}.12345.abc123"
     elsewhere = "step00000003.tmp-no-such-host.1.2.abc123"
+    at_work = "step00000004.tmp-another-host.1.2.abc123"
     alive = f"step00000003.tmp-{host}.{os.getppid()}.{directory._started(os.getppid())}.abc123"
-    for name in (dead, elsewhere, alive, ".trash-step00000000.abc123"):
+    moving = f".latest-{host}.{os.getppid()}.{directory._started(os.getppid())}.abc123"
+    for name in (dead, elsewhere, at_work, alive, ".trash-step00000000.abc123"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tensors.h5").write_bytes(b"half")
     (tmp_path / ".latest-abc123").write_text("step")
+    (tmp_path / moving).write_text("step")
+    # Another host's writer cannot be asked: what it wrote last says whether it is alive.
+    long_ago = time.time() - directory.LEASE_SECONDS - 5
+    for path in (tmp_path / elsewhere / "tensors.h5", tmp_path / elsewhere, tmp_path / at_work):
+        os.utime(path, (long_ago, long_ago))
     lines = store.clean()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        ["latest", "step00000001", "step00000002", alive]
-    )
-    assert len(lines) == 5
-    assert any(line.startswith(f"left {alive}: ") for line in lines)
+    kept = ["latest", "step00000001", "step00000002", alive, at_work, moving]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    assert len(lines) == 7
+    for name in (alive, at_work, moving):
+        assert any(line.startswith(f"left {name}: ") for line in lines)
+    assert "its writer on another-host was at work 0 s ago" in " ".join(lines)
     assert sum(line.startswith("removed ") for line in lines) == 4
     assert store.latest_good() == (2, [])
+    # It dies; the next save that is durable takes it away, and what is at work here stays.
+    os.utime(tmp_path / at_work / "tensors.h5", (long_ago, long_ago))
+    os.utime(tmp_path / at_work, (long_ago, long_ago))
+    store.keep = 2
+    report = store.save(5, small(5), scalars={}, per_rank={})
+    assert report.warnings == (f"removed {at_work}: its writer died before the commit",)
+    kept = ["latest", "step00000002", "step00000005", alive, moving]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def _dead_pid() -> int:
@@ -233,3 +275,31 @@ def test_read_only(tmpfs: Callable[[str], Path]) -> None:
         small_store(root, (2,))
     assert str(root) in caught.value.message
     assert store.latest_good() == (1, [])
+
+
+def test_a_quota_is_seen_before_anything_is_written(tmpfs: Callable[[str], Path]) -> None:
+    """A user's quota on a tmpfs, which root is not held to: the ranks are somebody else."""
+    root = tmpfs("size=64m,usrquota,usrquota_block_hardlimit=4m")
+    (root / "checkpoints").mkdir()
+    os.chown(root / "checkpoints", 65534, 65534)
+    code = (
+        "import json, os, sys, checkpoint_rank_programs as programs; os.setgid(65534); "
+        "os.setuid(65534); "
+        "print(json.dumps(programs.save_on_full_disk(sys.argv[1], False, 8)))"
+    )
+    command = [sys.executable, "-c", code, str(root / "checkpoints")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PROGRAMS.parent)
+    assert "8.0 MiB wanted, 3.9 MiB left of the user's quota" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("     /lustre  4194304  0  8388608  -  9  0  0  -\n", 4 << 30),
+        ("     /lustre  8388609* 0  8388608  -  9  0  0  -\n", 0),
+        ("     /lustre  4194304  0  0  -  9  0  0  -\n", None),
+        ("Unexpected quotactl error: Operation not supported\n", None),
+    ],
+)
+def test_what_lustre_says_of_a_quota(text: str, left: int | None) -> None:
+    assert quota.parse_lustre(text) == left

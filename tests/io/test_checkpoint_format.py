@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,29 @@ def test_plain_h5py_reads_every_number(saved: tuple[CheckpointStore, Path]) -> N
         }  # fmt: skip
 
 
+def test_h5dump_prints_the_numbers(saved: tuple[CheckpointStore, Path]) -> None:
+    """HDF5's own tool, of whatever version it is: headers, bfloat16, strings."""
+    if shutil.which("h5dump") is None:
+        pytest.skip("SKIPPED: h5dump is not installed (Debian: hdf5-tools)")
+    path = saved[1] / "tensors.h5"
+
+    def dumped(*options: str) -> str:
+        command = ["h5dump", "-w", "100", *options, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    half = dumped("-d", "/model/half")
+    assert "DATASPACE  SIMPLE { ( 4 ) / ( 4 ) }" in half
+    assert "1, -2.5, 2.55212e+38, 0" in half
+    assert '"bfloat16"' in half
+    rows = dumped("-d", "/model/layers.0.weight", "-s", "5,7", "-c", "1,3", "-y")
+    assert "57, 58, 59" in rows
+    assert "H5T_IEEE_F32LE" in rows
+    assert '"{"step": 12, "tokens": 4096,' in dumped("-d", "/hpctrain/scalars")
+    listed = dumped("-n")
+    for name in ("model/layers.0.weight", "optimizer/step/layers.0.weight", "hpctrain/scalars"):
+        assert f"dataset    /{name}\n" in listed
+
+
 def test_bfloat16_reads_as_the_float32_it_stands_for(saved: tuple[CheckpointStore, Path]) -> None:
     with h5py.File(saved[1] / "tensors.h5") as file:
         half = file["model/half"]
@@ -112,6 +138,45 @@ def test_manifest_alone_is_enough_for_another_reader(saved: tuple[CheckpointStor
     wide = manifest["tensors"]["optimizer/exp_avg/layers.0.weight"]["extents"]
     # 16 MiB hold 2095 rows of 2001 float32: 2095 * 2001 * 4 <= 2^24 < 2096 * 2001 * 4.
     assert [extent["shape"] for extent in wide] == [[2096, 2001], [4, 2001]]
+
+
+def programs_of_the_page() -> dict[str, Any]:
+    """The reader and the writer that stand in docs/checkpoint-format.md."""
+    page = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found: dict[str, Any] = {}
+    for block in blocks:
+        if "\ndef " in block:
+            exec(block, found)
+    return found
+
+
+def test_the_pages_reader_reads_what_we_write(saved: tuple[CheckpointStore, Path]) -> None:
+    page = programs_of_the_page()
+    page["DTYPES"]["float8_e4m3fn"] = "u1"
+    found = page["read"](saved[1])
+    assert np.array_equal(found["optimizer/exp_avg/layers.0.weight"], numbers([2100, 2001], 5))
+    assert found["model/half"].tolist() == bfloat16([1.0, -2.5, 1.5 * 2.0**127, 0.0]).tolist()
+    assert found["hpctrain/rank_state/torch"].shape == (1, 5056)
+    data = bytearray((saved[1] / "tensors.h5").read_bytes())
+    data[-5000] ^= 1
+    (saved[1] / "tensors.h5").write_bytes(data)
+    with pytest.raises(AssertionError, match="damaged"):
+        page["read"](saved[1])
+
+
+def test_we_read_what_the_pages_writer_writes(tmp_path: Path) -> None:
+    tensors = {"model/w": numbers([5, 7]), "model/count": np.array([3, 2**40])}
+    programs_of_the_page()["write"](tmp_path, 30, 4, tensors, {"tokens": 5})
+    store = CheckpointStore(tmp_path, SoloCommunicator())
+    assert store.latest_good() == (30, [])
+    with store.open(30) as reader:
+        assert reader.scalars == {"tokens": 5, "step": 30}
+        assert reader.tensors()["model/count"] == ((2,), "int64")
+        assert np.array_equal(reader.read("model/w", (1, 2), (3, 4)), numbers([5, 7])[1:4, 2:6])
+    # The next of ours is the newer one.
+    store.save(20, [whole("model/w", numbers([5, 7]))], scalars={}, per_rank={})
+    assert store.latest_good() == (20, [])
 
 
 def test_latest_names_the_newest(saved: tuple[CheckpointStore, Path]) -> None:

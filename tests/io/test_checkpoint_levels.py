@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from level_rank_programs import lose, restore_levels, save_levels
+from level_rank_programs import lose, lose_nodes, restore_levels, save_levels
 
+from hpctrain.errors import CheckpointError
+from hpctrain.io.parity import chunk_of, lines_of
 from hpctrain.io.partner import partner_of
 from hpctrain.testing import ranks
 
@@ -53,6 +55,56 @@ def test_each_loss_falls_back_to_the_next_level(tmp_path: Path, files: str) -> N
     assert (found["step"], found["source"]) == (2, "the parallel file system")
     assert [step for step, _ in found["skipped"]] == [4, 3]
     assert restored(tmp_path, world=2)["step"] == 2
+
+
+@pytest.mark.parametrize("files", ["rank", "one"])
+def test_a_set_of_nodes_can_lose_one_of_them(tmp_path: Path, files: str) -> None:
+    """Five nodes in sets of two and three: one lost of each comes back, two of one do not."""
+    losses: list[list[int]] = [[], [1, 3], [0, 4], [2], [2, 3]]
+    answers = ranks.run_ranks(5, lose_nodes, str(tmp_path), 2, files, losses)
+    assert answers[0]["told"] == [[n, ["parity"], [], "None"] for n in (1, 2)]
+    for answer in answers:
+        assert [f["step"] for f in answer["found"]] == [2, 2, 2, 2, None]
+        assert all(f["right"] and not f["skipped"] for f in answer["found"][:-1])
+        assert "no whole share of rank 2, 3" in answer["found"][-1]["skipped"][0][1]
+        # A damaged parity is not taken for good.
+        assert answer["damaged"]["step"] is None
+        assert "no whole share of rank 4" in answer["damaged"]["skipped"][0][1]
+    if files == "rank":
+        bytes_of = {
+            path.name: path.stat().st_size
+            for node in range(4)
+            for path in tmp_path.glob(f"node{node}/parity/here/step00000002.2/*")
+        }
+        # Rank 0 has the largest share: its own file and the one of all headers.
+        largest = bytes_of["rank00000.h5"] + bytes_of["tensors.h5"]
+        assert bytes_of["parity-00000"] == largest
+        assert bytes_of["parity-00002"] == -(-largest // 2 // 4096) * 4096
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "lines"),
+    [
+        ([0, 1, 2, 3], 2, [(0, 1), (2, 3)]),
+        ([0, 0, 1, 1], 8, [(0, 2), (1, 3)]),
+        ([0, 1, 2, 3, 4], 2, [(0, 1), (2, 3, 4)]),
+    ],
+)
+def test_lines(nodes: list[int], size: int, lines: list[tuple[int, ...]]) -> None:
+    found = lines_of(nodes, size)
+    assert sorted(set(found.values())) == lines
+    assert all(rank in line for rank, line in found.items())
+    for line in lines:
+        for member in range(len(line)):
+            others = [holder for holder in range(len(line)) if holder != member]
+            chunks = [chunk_of(member, holder, len(line)) for holder in others]
+            assert sorted(chunks) == list(range(len(line) - 1))
+
+
+def test_a_rank_alone_in_its_line_is_refused() -> None:
+    for nodes in ([0, 0], [0, 1, 1]):
+        with pytest.raises(CheckpointError, match="has no counterpart on another node"):
+            lines_of(nodes, 2)
 
 
 def test_an_older_step_that_was_asked_for(tmp_path: Path) -> None:

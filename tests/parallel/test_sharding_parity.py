@@ -53,7 +53,9 @@ def test_two_ranks():
 def test_ragged_shards_change_no_bit():
     """Against the same ranks without sharding; here with the default damping."""
     default = SHAMPOO.replace("1e-4", "1e-6")
-    for optimizer in ("", MUON, default):
+    # 32 columns: two rows a block of 64; 96 columns would be two rows for three blocks.
+    quantised = "train.optimizer.kind=adamw8bit train.optimizer.block=64"
+    for optimizer in ("", MUON, default, quantised):
         cases = layouts(
             f"parallel.sharding=zero1 {optimizer}", f"parallel.sharding=none {optimizer}"
         )
@@ -69,3 +71,13 @@ def test_four_ranks_alone_and_with_tensor_or_pipeline():
         f"parallel.sharding=zero1 parallel.pipeline=2 {MUON}",
     )
     assert_parity(*check_parity(4, JOB, *cases))
+
+
+def test_gradients_of_several_nodes_go_in_two_levels():
+    """Two nodes of two ranks each; buckets and units are large enough for it to pay."""
+    job = JOB.replace("hidden: 32", "hidden: 192").replace("layers: 2", "layers: 1")
+    cases = layouts("parallel.data=4", "parallel.sharding=zero3", "parallel.sharding=zero2")
+    reports = check_parity(4, job, *cases, steps=5, per_node=2)
+    assert_parity(*reports)
+    for report, axis in zip(reports, ("dp_replicate", "dp_shard", "dp_shard"), strict=True):
+        assert {axis, f"{axis}/inside", f"{axis}/across"} <= set(report["axes"]), report["axes"]

@@ -90,7 +90,7 @@ def test_nonsense_is_refused():
     ("override", "key"),
     [("parallel.tensor=2", "parallel.tensor"), ("parallel.sharding=zero3", "parallel.sharding")],
 )
-@pytest.mark.parametrize("kind", ["muon", "shampoo"])
+@pytest.mark.parametrize("kind", ["adamw8bit", "muon", "shampoo"])
 def test_matrix_optimizers_refuse_cut_matrices(tmp_path, kind, override, key):
     job = """\
 ranks_per_node: 2

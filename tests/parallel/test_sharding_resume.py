@@ -28,6 +28,7 @@ checkpoint: {every: 5}
 OPTIMIZERS = {
     "adamw": (),
     "muon": ("train.optimizer.kind=muon",),
+    "adamw8bit": ("train.optimizer.kind=adamw8bit", "train.optimizer.block=64"),
     # Row blocks of the first matrices lie on several ranks; roots are older than the checkpoint.
     "shampoo": (
         "train.optimizer.kind=shampoo",

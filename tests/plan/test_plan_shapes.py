@@ -6,6 +6,8 @@ import pytest
 
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.spec import parse_job
+from hpctrain.spec.job import ModelSpec
+from hpctrain.spec.presets import PRESETS
 from hpctrain.spec.resolve import resolve
 
 
@@ -78,6 +80,26 @@ def test_shape_of_a_preset():
     spec = resolve(job, Site(), Path("/")).spec
     assert ModelShape.of(spec.model.transformer()).parameters == 8_030_261_248
     assert spec.model.transformer().parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-moe-16b"])
+def test_shape_of_a_preset_with_experts_counts_what_the_model_has(name):
+    dims = ModelSpec(**PRESETS[name][1]).transformer()
+    shape = ModelShape.of(dims)
+    assert shape.parameters == dims.parameters
+    assert shape.model_flops_per_token(2048) == dims.model_flops_per_token(2048)
+
+
+def test_biases_of_a_model_with_experts_are_not_the_experts():
+    dims = ModelSpec(
+        layers=3,
+        hidden=16,
+        heads=2,
+        vocab_size=31,
+        max_positions=8,
+        moe={"experts": 4, "hidden": 24, "shared": 1, "dense_layers": 1},
+    ).transformer()
+    assert ModelShape.of(dims).parameters == dims.parameters
 
 
 def test_flops_of_one_layer_by_hand():

@@ -127,6 +127,7 @@ def _compare(group: Any) -> dict[str, Any]:
             right = torch.cat([one.view(n, length)[place] for one in whole])
             check(f"all_to_all {dtype} {length}", output, right)
     _compare_with_flat(group, check, even)
+    _compare_packed(group, check, even)
     refused = (
         ""
         if even
@@ -152,6 +153,45 @@ def _refusal(call: Any) -> str:
     except ImpossibleError as error:
         return error.message
     return ""
+
+
+def _compare_packed(group: Any, check: Any, even: bool) -> None:
+    """Packed messages: the bits of hierarchical sums over two nodes, near them over more."""
+    import torch
+
+    from hpctrain.runtime import collectives as c
+    from hpctrain.runtime.packing import DTYPES
+
+    if not even:
+        refused = _refusal(lambda: c.all_reduce(group, torch.ones(9), algorithm="packed"))
+        check("uneven", torch.tensor("on every node" in refused), torch.tensor(True))
+        return
+    refused = _refusal(lambda: c.all_reduce(group, torch.ones(9).long(), algorithm="packed"))
+    check("integers", torch.tensor("takes floats" in refused), torch.tensor(True))
+    generator = torch.Generator().manual_seed(group.ranks[group.place])
+    table = [c.Crossover("all_reduce", "gloo", packed=True)]
+    for dtype in DTYPES:
+        # From noise of no pattern at all, which does not shrink, to gradients and to one number.
+        noise = torch.randint(0, 256, (4 * 40_003,), dtype=torch.uint8, generator=generator)
+        for mine in (
+            torch.randn(700_001, generator=generator).to(dtype),
+            noise.view(dtype).nan_to_num(1.0, 2.0, 3.0).clamp(-1e4, 1e4),
+            torch.full((1003,), 0.0).to(dtype),
+            torch.ones(1, dtype=dtype),
+        ):
+            levelled, packed = mine.clone(), mine.clone()
+            c.all_reduce(group, levelled, algorithm="hierarchical")
+            c.all_reduce(group, packed, algorithm="packed")
+            if group.levels.nodes == 2:
+                check(f"packed {dtype} {len(mine)}", packed, levelled)
+            else:
+                # Other orders of rounding, relative to what was added up and may cancel.
+                slack = torch.finfo(dtype).eps * 3 * max(1.0, float(mine.abs().max()))
+                close = (packed.float() - levelled.float()).abs() <= slack * group.size
+                check(f"packed {dtype} {len(mine)}", close, close | True)
+            by_table = mine.clone()
+            c.all_reduce_async(group, by_table, table=table).wait()
+            check(f"packed by table {dtype} {len(mine)}", by_table, packed)
 
 
 def _compare_with_flat(group: Any, check: Any, even: bool) -> None:

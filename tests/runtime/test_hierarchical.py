@@ -73,3 +73,27 @@ def test_groups_of_one_level_are_refused_by_name(eight, shape, words):
 def test_a_group_of_one_rank_does_nothing(eight):
     for rank in eight["alone"]:
         assert rank == {"levels": False, "refused": "", "wrong": [], "done": 0}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_packing_restores_every_bit_and_shrinks_gradients(dtype):
+    import torch
+
+    from hpctrain.runtime.packing import pack, unpack
+
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(3)
+    gradients = (torch.randn(50_001, generator=generator) * 1e-3).to(kind)
+    bits = {2: torch.int16, 4: torch.int32}[gradients.element_size()]
+    odd = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, -1.0]).to(kind)
+    noise = torch.randint(-(2**15), 2**15, (4000,), generator=generator).to(torch.int16).view(kind)
+    for values in (gradients, odd, noise, gradients[:1], gradients[:0]):
+        back = torch.empty_like(values)
+        packed = pack(values)
+        unpack(packed, back)
+        assert torch.equal(back.view(bits), values.view(bits))
+        assert packed.numel() <= values.numel() * values.element_size()
+    # Sign and exponent of normal numbers: about 2.6 bits in float32 and bfloat16.
+    wide = gradients.element_size()
+    saved = wide - pack(gradients).numel() / gradients.numel()
+    assert saved > (0.3 if dtype == "float16" else 0.6)

@@ -1,0 +1,176 @@
+"""The planner against real runs on MPI ranks: memory of tensors, bytes of communicators.
+
+Memory is the sum of the live storages that torch's dispatcher sees, at its fullest moment in the
+third step, when optimizer states and DDP's buckets stand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.machine import get_machine
+from hpctrain.plan.job import strategy_of, workload_of
+from hpctrain.plan.steptime import StepModel
+from hpctrain.plan.volume import volumes
+from hpctrain.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.mpi
+
+LLAMA = """\
+model: {layers: 4, hidden: 256, heads: 8, kv_heads: 4, vocab_size: 2048, position: rotary, norm: rmsnorm, activation: swiglu, bias: false, tied_embeddings: false}
+data: {path: none, sequence_length: 256}
+train: {steps: 10, global_batch: 8, micro_batch: 2, lr: 3e-3}
+"""  # noqa: E501
+GPT = """\
+model: {layers: 6, hidden: 192, heads: 6, vocab_size: 1024}
+data: {path: none, sequence_length: 384}
+train: {steps: 10, global_batch: 8, micro_batch: 2, lr: 3e-3}
+"""
+SIX = {
+    1: [(GPT, "")],
+    2: [
+        (LLAMA, ""),
+        (LLAMA, "parallel.tensor=2"),
+        (LLAMA, "parallel.tensor=2 parallel.sequence=false"),
+        (LLAMA, "parallel.sharding=zero2"),
+    ],
+    4: [(LLAMA, "parallel.tensor=2 parallel.sharding=zero3 train.micro_batch=1")],
+}
+"""Layouts by ranks; those of as many ranks run one after the other in one job."""
+
+
+def resolved(job: str, ranks: int, overrides: str) -> Any:
+    from hpctrain.spec import parse_job, resolve
+    from hpctrain.spec.resolve import check
+
+    @dataclasses.dataclass(frozen=True)
+    class Site:
+        devices_per_node: int | None = ranks
+
+    found = resolve(parse_job(job, overrides=tuple(overrides.split())), Site(), Path("/"))
+    check(found)
+    return found.spec
+
+
+def every_layout(layouts: list[list[str]]) -> list[dict[str, Any]]:
+    """What ``three_steps`` finds of each (job, overrides) on this rank."""
+    import gc
+
+    import torch
+
+    from hpctrain.layout import RankGrid
+    from hpctrain.runtime.bootstrap import bootstrap, shut_down, start_mpi
+    from hpctrain.runtime.environment import RankEnvironment
+    from hpctrain.spec.resolve import layout_of
+
+    torch.set_num_threads(1)
+    comm = start_mpi()
+    found = []
+    for job, overrides in layouts:
+        spec = resolved(job, comm.size, overrides)
+        grid = RankGrid(layout_of(spec))
+        context = bootstrap(comm, grid, RankEnvironment.read(), device="cpu")
+        found.append(three_steps(spec, context))
+        gc.collect()
+        shut_down(context)
+    return found
+
+
+def three_steps(spec: Any, context: Any) -> dict[str, Any]:
+    """Train three steps; peak bytes of live tensors and traffic of the third."""
+    from hpctrain.parallel.optimizer import make_optimizer
+    from hpctrain.parallel.parallelize import parallelize
+    from hpctrain.testing.parity import _micro_batches
+    from hpctrain.train.step import Stepper
+
+    counter = context.communicators.counter
+    with _live_storages() as live:
+        model = parallelize(spec, context)
+        stepper = Stepper(model, make_optimizer(model, spec), spec)
+        for step in (1, 2, 3):
+            micro_batches = _micro_batches(spec, context, step)
+            live.peak = 0
+            counter.take()
+            stepper.forward_backward(step, micro_batches)
+            traffic = {
+                f"{axis} {operation}": (tally.calls, tally.bytes)
+                for axis, by_operation in counter.operations().items()
+                for operation, tally in by_operation.items()
+            }
+            stepper.update(step)
+    tensors = len(list(model.parameters()))
+    return {"peak": live.peak, "traffic": traffic, "tensors": tensors}
+
+
+def _live_storages() -> Any:
+    import weakref
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Live(TorchDispatchMode):
+        """Bytes of storages between their first use and their end; FSDP2 resizes them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.alive: dict[int, Any] = {}
+            self.peak = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            new = False
+            for one in tree_leaves((args, kwargs, result)):
+                if not isinstance(one, torch.Tensor) or one.device.type != "cpu":
+                    continue
+                storage = getattr(one, "_local_tensor", one).untyped_storage()
+                key = storage._cdata
+                if key not in self.alive:
+                    new = True
+                    self.alive[key] = weakref.ref(storage, lambda _, k=key: self.alive.pop(k, None))
+            if new:
+                held = (reference() for reference in list(self.alive.values()))
+                self.peak = max(self.peak, sum(s.nbytes() for s in held if s is not None))
+            return result
+
+    return Live()
+
+
+@pytest.mark.parametrize("ranks", SIX)
+def test_memory_and_traffic(ranks):
+    by_rank = run_ranks(ranks, every_layout, SIX[ranks], timeout=150)
+    for number, (job, overrides) in enumerate(SIX[ranks]):
+        spec = resolved(job, ranks, overrides)
+        compare(spec, [found[number] for found in by_rank])
+
+
+def compare(spec: Any, found: list[dict[str, Any]]) -> None:
+    """The plan of a job beside what its ranks found."""
+    work, _ = workload_of(spec, get_machine("local"))
+    plan = strategy_of(spec)
+    stages = StepModel(work).memory(plan)
+    measured = max(rank["peak"] for rank in found)
+    planned = max(stage.total - stage.context for stage in stages)
+    assert planned == pytest.approx(measured, rel=0.05), spec.parallel
+
+    # Whole buffers of the plan against what a rank hands in, byte for byte.
+    expected: dict[str, list[float]] = {}
+    for volume in volumes(work, plan):
+        (axis,) = [a for a in volume.axes if plan.layout.size(a) > 1]
+        members = plan.layout.size(axis)
+        handed = volume.bytes / members if volume.pattern == "all_gather" else volume.bytes
+        entry = expected.setdefault(f"{axis} {volume.pattern}", [0, 0.0])
+        entry[0] += volume.messages
+        entry[1] += handed
+    if "dp_replicate all_reduce" in expected and "dp_shard reduce_scatter" not in expected:
+        # DDP also sums a 4-byte flag of each parameter tensor: whether any rank has used it
+        expected["dp_replicate all_reduce"][1] += 4 * found[0]["tensors"]
+    counted = {k: v for k, v in found[0]["traffic"].items() if not k.startswith("world")}
+    assert {k: v[1] for k, v in counted.items()} == {k: v[1] for k, v in expected.items()}
+    for key, (calls, _) in counted.items():
+        if "dp_replicate" not in key:  # DDP cuts its buckets by size
+            assert calls == expected[key][0], key
