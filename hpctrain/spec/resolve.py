@@ -161,10 +161,12 @@ def check(job: Job) -> None:
     tensor = spec.parallel.tensor
     if tensor > 1 and spec.model.module is None:
         _check_tensor(job, tensor)
-    if spec.health.dispersion and (tensor > 1 or spec.parallel.pipeline > 1 or spec.parallel.fsdp):
+    parallel = spec.parallel
+    parted = max(tensor, parallel.pipeline, parallel.expert) > 1 or parallel.fsdp
+    if spec.health.dispersion and parted:
         message = (
             "gradients are compared where each data-parallel rank holds a whole one: without "
-            "tensor and pipeline parallelism, with parallel.sharding none or zero1"
+            "tensor, pipeline and expert parallelism, with parallel.sharding none or zero1"
         )
         raise _impossible(job, "health.dispersion", message)
     _check_experts(job)
