@@ -1,8 +1,10 @@
 """How long it takes to score every valid layout of a trillion parameters on 3,072 devices.
 
-    python benchmarks/planner_search.py [--json]
+    python benchmarks/planner_search.py [--json] [--frontier]
 
-One core; the model of PTD-P (Narayanan et al. 2021, table 1), 3,072 A100, batch 3,072.
+One core; the model of PTD-P (Narayanan et al. 2021, table 1), 3,072 A100, batch 3,072. With
+``--frontier`` instead the best layouts of three models on Frontier beside the share of peak that
+Dash et al. 2023 reached in layouts which their abstract does not state: nothing is fitted to it.
 """
 
 from __future__ import annotations
@@ -17,25 +19,67 @@ from hpctrain.plan.platform import CATALOGUE
 from hpctrain.plan.search import search
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
+from hpctrain.plan.space import Space
+
+FRONTIER = (
+    ("22B", (48, 6144, 48), 64, 512, 0.3838),
+    ("175B", (96, 12288, 96), 1024, 1024, 0.3614),
+    ("1T", (128, 25600, 128), 3072, 3072, 0.3196),
+)
+"""Model; layers, width, heads; devices, samples a step (both assumed); share of peak published."""
+
+
+def gpt(layers: int, hidden: int, heads: int, dropout: bool = False) -> ModelShape:
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_hidden=4 * hidden,
+        vocab=51200,
+        positions=2048,
+        dropout=dropout,
+    )
+
+
+def frontier() -> None:
+    """Prints predicted shares of peak of the fastest layouts beside the published ones."""
+    for name, shape, devices, batch, published in FRONTIER:
+        model, platform = gpt(*shape), CATALOGUE["MI250X"]
+        work = Workload(
+            model=model,
+            sequence=2048,
+            global_batch=batch,
+            dtype="bf16",
+            platform=platform,
+            stack=STACKS["pytorch-2023"],
+            values=calibration("MI250X", "pytorch-2023").values,
+        )
+        space = Space(
+            tensor=(1, 2, 4, 8), context=(1,), schedules=("1f1b",), recompute=("full",),
+            states=("zero1",),
+        )  # fmt: skip
+        best = search(work, devices, space, keep=1).best[0]
+        rate = batch * 2048 / best.seconds / devices / platform.peak_flops("bf16")
+        print(
+            f"{name} on {devices}: {best.strategy.layout.describe()}, predicted "
+            f"{rate * model.hardware_flops_per_token(2048):.1%} of peak in hardware FLOPs "
+            f"({rate * model.model_flops_per_token(2048):.1%} in model FLOPs), published "
+            f"{published:.1%}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--frontier", action="store_true")
     args = parser.parse_args()
-    model = ModelShape(
-        layers=128,
-        hidden=25600,
-        heads=160,
-        kv_heads=160,
-        head_dim=160,
-        ffn_hidden=102400,
-        vocab=51200,
-        positions=2048,
-        dropout=True,
-    )
+    if args.frontier:
+        frontier()
+        return 0
     work = Workload(
-        model=model,
+        model=gpt(128, 25600, 160, dropout=True),
         sequence=2048,
         global_batch=3072,
         dtype="fp16",

@@ -8,9 +8,12 @@ what it could not model. The rules are listed in docs/planner.md.
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from published_origins import Origin, origin_of
 
 from hpctrain.errors import HpctrainError
 from hpctrain.layout import DENSE_AXES, ParallelLayout
@@ -19,61 +22,16 @@ from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
+from hpctrain.schedule import names
 
+_RECOMPUTE = {
+    "0": "none", "false": "none", "no": "none", "off": "none", "1": "full", "true": "full",
+    "yes": "full", "block": "full", "uniform": "full", "sac": "selective", "attention": "selective",
+    "core_attn": "selective", "core attention": "selective", "partial": "selective",
+}  # fmt: skip
 LONG = 32768
 """Sequences from here on count as long context."""
 
-
-@dataclass(frozen=True)
-class Origin:
-    """What is known of the software and the network behind the rows of one source.
-
-    Attributes:
-        pattern: regular expression on source, model and notes.
-        stack: software stack.
-        flops: convention of stated TFLOP/s and MFU: ``model``, ``hardware`` or ``causal``.
-        nic: bytes/s one way into a node; the accelerator's usual where None.
-        attention: kernel where the rows do not state it.
-        gradients: bytes of a gradient element; the stack's where None.
-        logit_bytes, parallel_loss: as in Stack; the stack's where None.
-    """
-
-    pattern: str
-    stack: str
-    flops: str = "model"
-    nic: float | None = None
-    attention: str | None = None
-    gradients: int | None = None
-    logit_bytes: float | None = None
-    parallel_loss: bool | None = None
-
-
-ORIGINS = (
-    Origin(r"Megatron-Bridge", "megatron-core-2024", "causal"),
-    Origin(r"dgxc|NeMo", "megatron-core-2024", gradients=2),
-    Origin(r"MoE-ModelZoo|Transformer Engine", "megatron-core-2024"),
-    Origin(r"PTD-P|Narayanan", "megatron-2021", "hardware"),
-    Origin(r"Korthikanti|selective activation", "megatron-2021"),
-    Origin(r"Megatron-LM repo 2020|gpt scaling", "megatron-2020", "hardware"),
-    Origin(r"vTrain", "megatron-2021", nic=100e9),
-    Origin(r"MT-NLG|Megatron-Turing", "megatron-deepspeed-2021", "hardware"),
-    Origin(r"bigscience|BLOOM", "megatron-deepspeed-2021", "hardware", 50e9),
-    Origin(r"OneFlow\]", "oneflow-2021", "hardware", 12.5e9),
-    Origin(r"DLPerf", "megatron-2020", "hardware", 12.5e9),
-    Origin(
-        r"Hagemann", "pytorch-2023", nic=25e9, attention="flash2", gradients=2,
-        logit_bytes=14.0, parallel_loss=False,
-    ),
-    Origin(r"llm-foundry|MosaicML", "pytorch-2023", logit_bytes=4.0),
-    Origin(r"InternEvo|InternLM", "pytorch-2023", "hardware", attention="flash2"),
-    Origin(r"nanotron|torchtitan|TorchTitan|SimpleFSDP", "pytorch-2024"),
-    Origin(r"Frontier|ORNL|LUMI", "pytorch-2023", "hardware", 100e9, "flash2"),
-    Origin(
-        r"Megatron-LM.*(README|examples/(llama|gpt))|Megatron-Core|Megatron Core",
-        "megatron-core-2024",
-    ),
-    Origin(r"Primus|ROCm|rocm", "megatron-core-2024"),
-)  # fmt: skip
 
 GATED = re.compile(
     r"llama|qwen|mi[sx]tral|deepseek|gemma|\byi\b|internlm|baichuan|grok|kimi|glm|olmo|phi-?3"
@@ -134,31 +92,10 @@ class NotModelled(Exception):
 def _number(raw: dict[str, str], key: str) -> float | None:
     text = (raw.get(key) or "").strip()
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
         return None
-
-
-def origin_of(raw: dict[str, str]) -> Origin:
-    """The origin whose pattern the row's source matches, else a guess from hardware and type."""
-    text = f"{raw.get('source', '')} {raw.get('model', '')}"
-    for origin in ORIGINS:
-        if re.search(origin.pattern, text, re.IGNORECASE):
-            return origin
-    name = raw.get("gpu", "")
-    states = raw.get("zero_stage_or_fsdp", "")
-    old = raw.get("dtype") == "fp16"
-    if re.search("v100", name, re.IGNORECASE):
-        return Origin("", "megatron-2020", "hardware")
-    if re.search("a[18]00", name, re.IGNORECASE):
-        return Origin(
-            "", "megatron-2021" if old else "pytorch-2023", attention=None if old else "flash2"
-        )
-    if re.search("mi2|frontier|lumi", name, re.IGNORECASE):
-        return Origin("", "pytorch-2023", attention="flash2")
-    if re.search("fsdp|zero", states, re.IGNORECASE) or states in ("2", "3"):
-        return Origin("", "pytorch-2024")
-    return Origin("", "megatron-core-2024")
+    return value if value is None or (math.isfinite(value) and value >= 0) else None
 
 
 def _kernel(raw: dict[str, str], origin: Origin) -> tuple[str | None, bool | None]:
@@ -181,23 +118,24 @@ def _kernel(raw: dict[str, str], origin: Origin) -> tuple[str | None, bool | Non
 
 
 def _states(text: str) -> StatePlacement:
-    text = text.strip().lower()
-    if "fsdp" in text or text == "3" or "zero-3" in text or "zero3" in text:
+    text = text.strip().lower().removesuffix(".0")
+    if "fsdp" in text or "hsdp" in text:
         placed = StatePlacement.zero(3)
         if "grad_op" in text or "zero2" in text or "zero-2" in text:
             return replace(placed, parameters=Placement.MATERIALISED)
         return placed
-    if text in ("dist-opt", "1", "zero1", "zero-1", "distopt"):
+    stage = re.search(r"zero[- _]?(?:stage[- _]?)?([0-3])|^([0-3])$", text)
+    if stage:
+        return StatePlacement.zero(int(stage[1] or stage[2]))
+    if re.search(r"dist\w*[- _]?opt|distributed[- _]optimizer", text):
         return StatePlacement.zero(1)
-    if text in ("2", "zero2", "zero-2"):
-        return StatePlacement.zero(2)
     return StatePlacement.zero(0)
 
 
 def _model(raw: dict[str, str], filled: list[str]) -> ModelShape:
     def need(key: str) -> int:
         value = _number(raw, key)
-        if value is None:
+        if not value:
             raise NotModelled(f"{key} is not stated")
         return int(value)
 
@@ -309,6 +247,9 @@ def parse(raw: dict[str, str]) -> Row:
     filled: list[str] = []
     origin = origin_of(raw)
     devices = _number(raw, "gpus")
+    if devices is None and _number(raw, "dp"):
+        degrees = (_number(raw, axis) or 1.0 for axis in ("dp", "tp", "pp", "cp"))
+        devices = math.prod(degrees)
     sequence = _number(raw, "seq")
     batch = _number(raw, "global_batch")
     if not devices or not sequence:
@@ -339,7 +280,10 @@ def parse(raw: dict[str, str]) -> Row:
     if batch is None:
         filled.append("global_batch")
         batch = micro * dp * (4 * pp if pp > 1 else 1)
-    schedule = raw.get("schedule", "").strip()
+    schedule = raw.get("schedule", "").strip().lower()
+    if schedule and schedule.split("+")[0] not in (*names(), "interleaved-1f1b"):
+        filled.append("schedule")
+        schedule = "interleaved-1f1b" if re.search("inter|vpp|virtual", schedule) else "1f1b"
     virtual = _number(raw, "vpp_interleave")
     if virtual is None:
         virtual = 1
@@ -366,7 +310,8 @@ def parse(raw: dict[str, str]) -> Row:
     if parallel is None:
         filled.append("seqpar")
         parallel = float(stack.sequence_parallel)
-    recompute = raw.get("recompute", "").strip()
+    recompute = raw.get("recompute", "").strip().lower()
+    recompute = _RECOMPUTE.get(recompute, recompute)
     if recompute not in ("none", "selective", "full"):
         filled.append("recompute")
         recompute = "full" if stack.name.startswith("megatron-2") else "none"
@@ -467,13 +412,34 @@ def group_of(row: Row) -> str:
     return f"{row.series}|{row.model}"
 
 
+def half_of(row: Row) -> int:
+    """Which half a (source, model) group belongs to, dealt by its bytes."""
+    return sum(group_of(row).encode()) % 2
+
+
 def load(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Rows of a CSV file, and (id, reason) of those that cannot be modelled."""
-    rows, left = [], []
-    with path.open(newline="", encoding="utf-8") as stream:
-        for raw in csv.DictReader(stream):
+    """Rows of a CSV file, and (id, reason) of those that cannot be modelled.
+
+    A row without an id, or with one that came before, is named by its line.
+    """
+    rows: list[Row] = []
+    left: list[tuple[str, str]] = []
+    seen: set[str] = set()
+    with path.open(newline="", encoding="utf-8-sig") as stream:
+        reader = csv.DictReader(stream)
+        for raw in reader:
+            stated = {k.strip(): v.strip() for k, v in raw.items() if k and isinstance(v, str)}
+            if not any(stated.values()):
+                continue
+            name = stated.get("id", "")
+            if not name or name in seen:
+                name = f"{name} line {reader.line_num}".strip()
+            seen.add(name)
+            stated["id"] = name
             try:
-                rows.append(parse({k: v or "" for k, v in raw.items() if k}))
-            except (NotModelled, HpctrainError, ValueError) as error:
-                left.append((raw.get("id", "?"), str(error)))
+                rows.append(parse(stated))
+            except (NotModelled, HpctrainError) as error:
+                left.append((name, str(error)))
+            except (ValueError, ArithmeticError) as error:
+                left.append((name, f"numbers that make no model: {error}"))
     return rows, left

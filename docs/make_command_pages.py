@@ -52,8 +52,10 @@ LOOK = {
     "step.",
     "resume": "A resumed run goes on in its own directory as a new attempt, bit for bit where "
     "the ranks are the same.",
+    "sweep": "The keys of a sweep file, and a study from beginning to end: [scaling]"
+    "(../scaling.md).",
     "report": "Every number is worked out from `metrics.jsonl` and `events.jsonl` in the run "
-    "directory.",
+    "directories. What each means: [scaling](../scaling.md).",
     "explain": "The same texts as in [the job file](../job-file.md).",
     "schema": "Editors with a YAML language server complete and check job files by it.",
     "data": "More about token files: [data](../data.md).",
@@ -176,6 +178,7 @@ def on_this_machine(book: Book) -> None:
               f"hpctrain resume {run} --set model.layers=6", code=2)  # fmt: skip
 
     on_checkpoints(book, run)
+    on_sweeps(book)
 
     book.show("submit", "A run that is left to itself:",
               "hpctrain submit job.yaml --no-wait --set train.steps=5000")  # fmt: skip
@@ -222,6 +225,28 @@ def on_sites(book: Book) -> None:
     book.show("site", "What is left open in it:", "hpctrain site check ours.yaml")
     (book.directory / "wrong.yaml").write_text("base: dgx-h100\nname: wrong\nnode: {devices: 9}\n")
     book.show("site", "A file with a fault:", "hpctrain site check wrong.yaml", code=2)
+
+
+def on_sweeps(book: Book) -> None:
+    """A strong sweep of the job of the other examples; its token file is there."""
+    (book.directory / "sweep.yaml").write_text(
+        "name: strong\njob: job.yaml\nkind: strong\naxes: {ranks_per_node: [1, 2, 3]}\n"
+        "set: {model.hidden: 96, train.steps: 30}\nrepeats: 2\n"
+    )
+    text = (book.directory / "sweep.yaml").read_text().rstrip("\n")
+    book.examples["sweep"] = [f"A sweep file:\n\n```yaml\n{text}\n```\n"]
+    book.show("sweep", "What it would do:", "hpctrain sweep sweep.yaml --dry-run")
+    book.show("sweep", "Its points one after another on this machine:", "hpctrain sweep sweep.yaml")
+    book.show("sweep", "Where it stands:", "hpctrain sweep status")
+    book.show("sweep", "What is missing of it:", "hpctrain sweep resume strong")
+    (book.directory / "bad.yaml").write_text(
+        "job: job.yaml\nkind: strng\naxes: {ranks_per_node: 4}\nrepeat: 3\n"
+    )
+    book.show("sweep", "All faults of a file at once:", "hpctrain sweep bad.yaml", code=2)
+    book.show("report", "The scaling of a sweep, and the same as a page, a table and data:",
+              "hpctrain report strong -o report.html -o report.csv")  # fmt: skip
+    book.show("report", "Two versions of a code, two machines or layouts, with a gate for CI:",
+              "hpctrain report --compare strong strong --fail-below 0.95")  # fmt: skip
 
 
 def on_checkpoints(book: Book, run: str) -> None:

@@ -82,6 +82,8 @@ class StepRecord(Record):
         checkpoint_seconds: the step was blocked by a checkpoint on rank 0.
         memory_bytes: peak of the device, or resident size of the process on CPU; rank 0.
         comm: axis -> calls, bytes and seconds of communication in this step on rank 0.
+        compute_seconds: time of computing on rank 0 where it was noted, as an emulated machine
+            does; 0 where it was not.
     """
 
     step: int
@@ -96,6 +98,7 @@ class StepRecord(Record):
     checkpoint_seconds: float = 0.0
     memory_bytes: int = 0
     comm: dict[str, dict[str, float]] = field(default_factory=dict)
+    compute_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

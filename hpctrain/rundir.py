@@ -16,6 +16,7 @@
       logs/               rank00000.log …, job.log of the batch script or launcher
       checkpoints/        step00000100/ …, latest
       tensorboard/        where asked for
+      emulation.json      times of an emulated machine
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
+
+    @property
+    def emulation(self) -> Path:
+        """Times of an emulated machine; see hpctrain.plan.emulation."""
+        return self.root / "emulation.json"
 
     @property
     def stop_file(self) -> Path:

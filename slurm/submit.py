@@ -63,19 +63,34 @@ def submit(
     run.stop_file.unlink(missing_ok=True)
     write_script(run.script, script)
     submitted = client.submit(run.script, directory=directory, options=options)
+    cluster = submitted.cluster or client.cluster()
+    launch = add_launch(run, spec, submitted.job_id, cluster, restore=restore, automatic=automatic)
+    return Submission(launch, submitted.warnings)
+
+
+def add_launch(
+    run: RunDir,
+    spec: JobSpec,
+    job_id: str,
+    cluster: str,
+    *,
+    restore: int = -1,
+    automatic: bool = False,
+) -> LaunchRecord:
+    """Write down that Slurm has a run: ``12345``, or ``12345_7`` for a task of an array."""
     launch = LaunchRecord(
         attempt=len(run.read_launches()),
         launcher="slurm",
         submitted=time.time(),
         world_size=world_size(spec),
-        job_id=submitted.job_id,
+        job_id=job_id,
         host=socket.gethostname(),
-        cluster=submitted.cluster or client.cluster(),
+        cluster=cluster,
         restore=restore,
         automatic=automatic,
     )
     run.add_launch(launch)
-    return Submission(launch, submitted.warnings)
+    return launch
 
 
 def write_script(path: Path, script: str) -> None:

@@ -16,9 +16,10 @@ from hpctrain.cli.view import FINAL, RunView, look, lost_words
 from hpctrain.errors import Exit, HpctrainError, ImpossibleError, SchedulerError, UsageError
 from hpctrain.records import RunStatus, StateRecord, write_json
 from hpctrain.rundir import RunDir, safe_name
-from hpctrain.units import format_walltime
+from hpctrain.units import format_bytes, format_walltime
 
 if TYPE_CHECKING:
+    from hpctrain.machine import Machine
     from hpctrain.slurm.script import Line
     from hpctrain.spec import JobSpec
 
@@ -44,15 +45,30 @@ class Plan:
     restore: int = -1
 
 
-def create(prepared: Prepared, runs: Path, argv: Sequence[str]) -> RunDir:
-    """Make the run directory with the job as resolved and what it was made from."""
+def create(
+    prepared: Prepared, runs: Path, argv: Sequence[str], *, name: str | None = None
+) -> RunDir:
+    """Make the run directory with the job as resolved and what it was made from.
+
+    Args:
+        prepared: the job.
+        runs: where run directories lie.
+        argv: command line.
+        name: start of the directory's name; the job's own where None.
+    """
     from hpctrain.spec import dump_job
 
     job = prepared.job
     text = dump_job(job.spec).encode()
-    run = RunDir.create(job.spec.name, runs)
+    run = RunDir.create(name or job.spec.name, runs)
     _write_job(run, text, job.spec)
-    write_json(run.provenance, provenance.describe(job, argv, Path.cwd()))
+    described = provenance.describe(job, argv, Path.cwd())
+    write_json(run.provenance, described | {"hardware": provenance.hardware(prepared)})
+    if job.spec.emulated:
+        from hpctrain.plan.emulation import emulation_table
+
+        cores = len(os.sched_getaffinity(0))
+        write_json(run.emulation, emulation_table(job.spec, prepared.machine, cores))
     if job.spec.env:
         run.provenance.chmod(_PRIVATE)
     return run
@@ -91,9 +107,10 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
         _check_range(prepared)
     else:
         check_job_env(spec.env)
+        _check_emulated(prepared)
         LocalLauncher.find(os.environ).command(spec, rank_program(RunDir(Path.cwd())))
     path = spec.data.path
-    if path is None or Path(path).is_file():
+    if path is None or Path(path).is_file() or spec.emulated:
         return
     problem = str(prepared.job.locate("data.path", f"no file {path}"))
     if launcher == "local":
@@ -143,6 +160,38 @@ def check_budget(prepared: Prepared, yes: bool) -> None:
         raise ImpossibleError(str(locate("slurm.max_node_hours", message)), hint=hint)
 
 
+_RANK_BYTES = 260 * 2**20
+"""Memory that a rank of an emulated machine has for itself; libraries are shared."""
+
+
+def _check_emulated(prepared: Prepared) -> None:
+    """Refuse ranks of an emulated machine that this one has no memory for.
+
+    Raises:
+        ImpossibleError: too little memory, or more devices than the simulator takes.
+    """
+    from hpctrain.scaling.simulated import MOST_DEVICES, is_simulated
+
+    spec, ranks = prepared.job.spec, prepared.ranks
+    if not spec.emulated:
+        return
+    if ranks > MOST_DEVICES:
+        raise ImpossibleError(
+            f"machine.emulate: {ranks} devices; the simulator takes {MOST_DEVICES}"
+        )
+    if is_simulated(spec):
+        return
+    import psutil
+
+    free = psutil.virtual_memory().available
+    if ranks * _RANK_BYTES > free:
+        raise ImpossibleError(
+            f"machine.emulate: {ranks} ranks need about {format_bytes(ranks * _RANK_BYTES)}, "
+            f"{format_bytes(free)} are free here",
+            hint=f"fewer ranks, or none: machine: {{simulate: {spec.machine_name}}}",
+        )
+
+
 def start(run: RunDir, prepared: Prepared, plan: Plan) -> int:
     """Start an incarnation, print its ids, stay with it where asked to; the exit code."""
     if plan.launcher == "slurm":
@@ -150,7 +199,7 @@ def start(run: RunDir, prepared: Prepared, plan: Plan) -> int:
     return _local(run, prepared, plan)
 
 
-def _submitted(run: RunDir, prepared: Prepared) -> None:
+def submitted(run: RunDir, prepared: Prepared) -> None:
     """The state between the command and the first word of the ranks."""
     before = run.read_state()
     run.write_state(
@@ -174,7 +223,12 @@ def _local(run: RunDir, prepared: Prepared, plan: Plan) -> int:
     from hpctrain.launchers.local_run import start as start_local
 
     output.line(f"run {run.id}")
-    _submitted(run, prepared)
+    submitted(run, prepared)
+    if (simulated := simulate(run, prepared)) is not None:
+        from hpctrain.cli.attend import summarise as say
+
+        say(simulated)
+        return Exit.OK
     started = start_local(
         prepared.job.spec, run, rank_program(run), os.environ, restore=plan.restore
     )
@@ -208,14 +262,24 @@ def _local(run: RunDir, prepared: Prepared, plan: Plan) -> int:
         every=_LOCAL_LOOK_SECONDS,
     )
     code = started.wait()
-    view = _settle(view, code, killed)
+    view = settle(view, code, killed)
     summarise(view)
     if killed:
         return INTERRUPTED
     return int(code or 0) if view.exit_code is None else int(view.exit_code)
 
 
-def _settle(view: RunView, code: int | None, killed: bool) -> RunView:
+def simulate(run: RunDir, prepared: Prepared) -> RunView | None:
+    """The end of a run that is simulated; None where it has ranks."""
+    from hpctrain.scaling.simulated import is_simulated, write_simulated
+
+    if not is_simulated(prepared.job.spec):
+        return None
+    write_simulated(run, prepared.job.spec, prepared.machine)
+    return look(run, ask_slurm=False)
+
+
+def settle(view: RunView, code: int | None, killed: bool) -> RunView:
     """Write the end of a local run that its ranks had no time to write."""
     if killed:
         return conclude(view, "cancelled", "ended at once from the keyboard")
@@ -252,7 +316,24 @@ def choose(wanted: str, prepared: Prepared) -> Launcher:
     Raises:
         SchedulerError: Slurm is asked for, or the machine is a site, and it does not answer.
     """
+    return choose_for(wanted, prepared.machine, emulated=prepared.job.spec.emulated)
+
+
+def choose_for(wanted: str, machine: Machine, *, emulated: bool) -> Launcher:
+    """As :func:`choose`, for a machine.
+
+    Raises:
+        UsageError: Slurm is asked for to emulate one.
+    """
     from hpctrain.slurm.client import SlurmClient
+
+    if emulated:
+        if wanted == "slurm":
+            raise UsageError(
+                "machine.emulate: an emulated machine is this one; Slurm has nothing to do with it",
+                hint="leave --launcher slurm out",
+            )
+        return "local"
 
     if wanted == "local":
         return "local"
@@ -263,9 +344,9 @@ def choose(wanted: str, prepared: Prepared) -> Launcher:
         raise SchedulerError(
             f"Slurm does not answer: {why}", hint="hpctrain doctor shows what is missing"
         )
-    if prepared.machine.kind == "site":
+    if machine.kind == "site":
         raise SchedulerError(
-            f"machine {prepared.machine.name} runs jobs by Slurm, which does not answer: {why}",
+            f"machine {machine.name} runs jobs by Slurm, which does not answer: {why}",
             hint="submit from one of its login nodes, or run here all the same: --launcher local",
         )
     return "local"
@@ -285,10 +366,10 @@ def print_script(prepared: Prepared, runs: Path, *, ask_slurm: bool) -> None:
 
     check_limits(prepared, ask_slurm=ask_slurm)
     run = RunDir(runs.absolute() / f"{safe_name(prepared.job.spec.name)}-dry-run")
-    click.echo(_script(run, prepared).encode("utf-8", "surrogateescape"), nl=False)
+    click.echo(script_of(run, prepared).encode("utf-8", "surrogateescape"), nl=False)
 
 
-def _script(run: RunDir, prepared: Prepared) -> str:
+def script_of(run: RunDir, prepared: Prepared) -> str:
     from hpctrain.launchers import SrunLauncher, batch_hook, mpich_wheel, rank_program
     from hpctrain.slurm.script import render
 
@@ -328,10 +409,11 @@ def _slurm(run: RunDir, prepared: Prepared, plan: Plan) -> int:
 
     before, first = run.read_state(), not run.read_launches()
     output.line(f"run {run.id}")
-    _submitted(run, prepared)
+    submitted(run, prepared)
     client = SlurmClient(os.environ)
     try:
-        done = submit(prepared.job.spec, run, _script(run, prepared), client, restore=plan.restore)
+        script = script_of(run, prepared)
+        done = submit(prepared.job.spec, run, script, client, restore=plan.restore)
     except HpctrainError:
         # Nothing runs: leave the directory as it was, or none.
         if first:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.records import StepRecord
 from hpctrain.rundir import RunDir
+from hpctrain.scaling.steps import effective
 
 _WINDOW = 50
 _TAIL_BYTES = 65536
-
-
-def effective(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """One record a step: a resumed run repeats the steps after its checkpoint, the last counts."""
-    kept: list[StepRecord] = []
-    for record in records:
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
-    return kept
 
 
 def recent(run: RunDir) -> list[StepRecord]:

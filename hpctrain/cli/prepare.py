@@ -34,7 +34,7 @@ class _Site:
     devices_per_node: int | None
 
 
-def _devices(machine: Machine) -> int | None:
+def devices(machine: Machine) -> int | None:
     """Devices that ``auto`` gives a rank each; the cores of the local host are not such."""
     if machine.kind == "local" and machine.node.device.vendor == "cpu":
         return None
@@ -53,16 +53,35 @@ def load(path: str, overrides: Sequence[str]) -> Prepared:
     return prepare(read_job(path, overrides), Path.cwd())
 
 
-def prepare(job: Job, directory: Path) -> Prepared:
-    """The job resolved for its machine, relative paths taken from ``directory``."""
+def find_machine(job: Job, directory: Path) -> Machine:
+    """The machine that a job names; a path is taken from ``directory``."""
     from hpctrain.machine import get_machine
+
+    name = job.spec.machine_name
+    machine = get_machine(directory / name if "/" in name else name)
+    # Hardware alone: an emulated machine has no scheduler, and no limits.
+    return machine.model_copy(update={"kind": "generic"}) if job.spec.emulated else machine
+
+
+def prepare(job: Job, directory: Path, machine: Machine | None = None) -> Prepared:
+    """The job resolved for its machine, relative paths taken from ``directory``.
+
+    Args:
+        job: as validated.
+        directory: see above.
+        machine: that :func:`find_machine` gave before; None looks for it.
+    """
     from hpctrain.schedule.job import check_pipeline
     from hpctrain.spec import resolve
     from hpctrain.spec.resolve import check
 
-    name = job.spec.machine
-    machine = get_machine(directory / name if "/" in name else name)
-    resolved = resolve(job, _Site(_devices(machine)), directory)
+    machine = machine or find_machine(job, directory)
+    site = _Site(devices(machine))
+    if job.spec.parallel.layout == "auto":
+        from hpctrain.plan.auto import chosen
+
+        job = chosen(job, machine, site, directory)
+    resolved = resolve(job, site, directory)
     check(resolved)
     check_pipeline(resolved)
     ranks_per_node = resolved.spec.ranks_per_node

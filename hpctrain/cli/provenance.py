@@ -16,6 +16,7 @@ from hpctrain import __version__
 from hpctrain.records import SCHEMA_VERSION
 
 if TYPE_CHECKING:
+    from hpctrain.cli.prepare import Prepared
     from hpctrain.spec import Job
 
 # Settings that change how fast or whether a run works; all other values are left out.
@@ -50,6 +51,17 @@ def describe(job: Job, argv: Sequence[str], directory: Path) -> dict[str, Any]:
         },
         "resumes": [],
         "caller": caller(argv),
+    }
+
+
+def hardware(prepared: Prepared) -> dict[str, Any]:
+    """What a run runs on, as far as it is known where it is submitted."""
+    node, spec = prepared.machine.node, prepared.job.spec
+    return {
+        "machine": prepared.machine.name,
+        "device": node.device.name,
+        "cpu": node.cpu,
+        "emulated": prepared.machine.name if spec.emulated else "",
     }
 
 

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.cli.metrics import effective
 from hpctrain.records import EventRecord, LaunchRecord, StepRecord
 from hpctrain.rundir import RunDir
+from hpctrain.scaling.steps import WARM_UP, effective, steady
 from hpctrain.spec import JobSpec, read_job
-
-_WARM_UP = 5
-"""Steps after each start that say nothing about speed: first touches, caches, connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class Summary:
             "first_loss": self.steps[0].loss if self.steps else None,
             "last_loss": self.steps[-1].loss if self.steps else None,
             "lowest_loss": min(self.losses, default=None),
-            "warm_up_steps": _WARM_UP,
+            "warm_up_steps": WARM_UP,
             "tokens_per_second": self.tokens_per_second,
             "step_seconds_median": self.step_seconds(0.5),
             "step_seconds_p95": self.step_seconds(0.95),
@@ -135,15 +132,9 @@ def summarise(run: RunDir) -> Summary:
     events = run.read_events()
     steps = effective(records)
     attempts = [_attempt(launch, launches, records, events) for launch in launches]
-    warm = {
-        record.step
-        for attempt in attempts
-        if attempt.first_step is not None
-        for record in steps
-        if attempt.first_step <= record.step < attempt.first_step + _WARM_UP
-    }
-    steady = [record for record in steps if record.step not in warm] or steps
-    return Summary(run, read_job(run.job).spec, steps, steady, attempts, _checkpoints(events))
+    spec = read_job(run.job).spec
+    warm = steady(steps, launches)
+    return Summary(run, spec, steps, warm, attempts, _checkpoints(events))
 
 
 def _attempt(

@@ -89,7 +89,8 @@ class Monitor:
     def preflight(self, paths: Sequence[Path], needed_bytes: int) -> Preflight | None:
         """Measure the nodes where the job wants it; collective, the same on every rank."""
         wanted = self.spec.health.preflight
-        if wanted == "false" or (wanted == "auto" and self.spec.machine == "local"):
+        here = self.spec.machine == "local" or self.spec.emulated
+        if wanted == "false" or (wanted == "auto" and here):
             return None
         self.mark("preflight")
         found = preflight(

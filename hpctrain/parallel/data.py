@@ -58,6 +58,27 @@ def replicate(
     )
 
 
+def through_dispatcher(model: nn.Module) -> None:
+    """Let DDP reduce its buckets by torch.distributed's own call, which emulated links can hold.
+
+    Its C++ reducer reads the tensors out of the work's future, which a held work does not have.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert isinstance(model, DistributedDataParallel)
+    group = model.process_group
+
+    def reduce(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer().div_(group.size())
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        assert work is not None
+        done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
+        return done
+
+    model.register_comm_hook(None, reduce)
+
+
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,

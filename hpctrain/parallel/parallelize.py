@@ -24,8 +24,8 @@ from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
 from hpctrain.model.moe_experts import Experts
 from hpctrain.model.transformer import Transformer, next_token_loss
-from hpctrain.parallel.data import replicate, shard
-from hpctrain.parallel.emulate import emulate
+from hpctrain.parallel.data import replicate, shard, through_dispatcher
+from hpctrain.parallel.emulate import Passes, emulate
 from hpctrain.parallel.expert import (
     Place,
     cut_experts,
@@ -56,18 +56,21 @@ if TYPE_CHECKING:
     from hpctrain.spec.job import JobSpec
 
 
-def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
+def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = None) -> ParallelModel:
     """The model of a job as this rank holds and calls it; float32, initialised.
 
     Args:
         spec: resolved job.
         context: of this rank.
+        passes: seconds that an emulated machine gives each block.
 
     Raises:
         UsageError: the user's model cannot be built, or its plan does not fit it.
         ImpossibleError: a layer or the model cannot be cut so.
     """
     schedule = plan_pipeline(spec)
+    if spec.parallel.emulate:
+        passes = Passes(spec.parallel.emulate, spec.parallel.emulate, spec.parallel.emulate)
     store = WeightGrads() if schedule is not None and schedule.split_backward else None
     group = _tensor_group(spec, context, store)
     own = spec.model.module is not None
@@ -104,8 +107,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
             for experts in module.modules():
                 if isinstance(experts, Experts):
                     experts.deferral = store
-        if spec.parallel.emulate:
-            emulate(module, spec.parallel.emulate, store)
+        if passes is not None:
+            emulate(module, passes, store)
         recompute(module, spec.parallel.recompute, own=own)
     sharded = spec.parallel.fsdp
     modules = [_shard(m, spec, context, folded) if sharded else m for m in stages.modules]
@@ -123,6 +126,8 @@ def parallelize(spec: JobSpec, context: RankContext) -> ParallelModel:
         replicated = replicate(modules[0], context.mesh["dp_replicate"], ignored)
         replicate_in_levels(replicated, context.communicators.prepare("dp_replicate"))
         parallel.chunks[0] = replicated
+        if context.communicators.counter.links is not None:
+            through_dispatcher(replicated)
     if group is not None and not own:
         first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
         parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.parallel.model import ParallelModel
     from hpctrain.parallel.regions import TensorGroup
     from hpctrain.parallel.split_backward import WeightGrads
+    from hpctrain.runtime.context import RankContext
     from hpctrain.schedule import Schedule
     from hpctrain.spec.job import JobSpec
 
@@ -119,7 +123,7 @@ def build_pipeline(
         call=_call_own if own else _call,
         loss=lambda output, batch: token_loss(output, batch[1]),
         wire=wire,
-        exchange=Exchange(context.mesh["pp"].get_group(), context.device),
+        exchange=Exchange(context.mesh["pp"].get_group(), context.device, _waiting(context)),
         gradients=gradients,
         copies=_second_copies(parallel, schedule, rank),
         tied=_tied(parallel, schedule, rank),
@@ -170,3 +174,14 @@ def _tied(parallel: ParallelModel, schedule: Schedule, rank: int) -> list[Summed
             parameter, peer = module.head.weight, first_rank
         found.append(SummedCopies([cast(nn.Parameter, parameter)], peer))
     return found
+
+
+def _waiting(context: RankContext) -> Callable[[], AbstractContextManager[None]]:
+    """Around waits for messages: noted as time of the pipeline axis, on processors.
+
+    On a GPU a wait only orders streams and takes no time.
+    """
+    if context.device.type != "cpu":
+        return contextlib.nullcontext
+    counter, name = context.communicators.counter, context.communicators.along("pp").name
+    return lambda: counter.during(name)

@@ -6,8 +6,10 @@ which they are sent, so none carries a label. Receive buffers are used again.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ Send = tuple[Tensor, int]
 """(contiguous tensor, rank in the pipeline)"""
 Receive = tuple[torch.Size, torch.dtype, int]
 """(shape, type, rank in the pipeline)"""
+Waiting = Callable[[], AbstractContextManager[Any]]
 _KEPT = 16
 """Sends that may be under way at once."""
 
@@ -25,14 +28,15 @@ _KEPT = 16
 class Arrival:
     """A message under way to this rank."""
 
-    __slots__ = ("buffer", "work")
+    __slots__ = ("buffer", "waiting", "work")
 
-    def __init__(self, buffer: Tensor, work: Any) -> None:
-        self.buffer, self.work = buffer, work
+    def __init__(self, buffer: Tensor, work: Any, waiting: Waiting) -> None:
+        self.buffer, self.work, self.waiting = buffer, work, waiting
 
     def wait(self) -> Tensor:
         """The tensor, once it is here. Give it back with :meth:`Exchange.release`."""
-        self.work.wait()
+        with self.waiting():
+            self.work.wait()
         return self.buffer
 
 
@@ -42,11 +46,15 @@ class Exchange:
     Args:
         group: process group of the pipeline.
         device: of the tensors.
+        waiting: around every wait for a message, which is where a pipeline idles.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(
+        self, group: Any, device: torch.device, waiting: Waiting = contextlib.nullcontext
+    ) -> None:
         self.group = group
         self.device = device
+        self.waiting = waiting
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._sent: deque[tuple[Any, Tensor]] = deque()
         # NCCL runs the messages of one batch side by side; others would run in a fixed order.
@@ -72,7 +80,7 @@ class Exchange:
             if operation is dist.isend:
                 self._sent.append((work, tensor))
             else:
-                arrivals.append(Arrival(tensor, work))
+                arrivals.append(Arrival(tensor, work, self.waiting))
         self._forget_sent()
         return arrivals
 

@@ -88,12 +88,26 @@ class Wires:
             outside = sent * (n - local) / n / (self.platform.nic_bandwidth * self.network)
         return max(inside, outside) + self.hop * (1 + _NODE_HOPS * math.log2(n / local))
 
-    def send(self, moved: float, ranks: int, stride: int) -> float:
-        """Seconds to send ``moved`` bytes to the next of ``ranks`` that are ``stride`` apart.
+    def exchange(self, moved: float, ranks: int, stride: int) -> float:
+        """Seconds of one message to each of a chain's two neighbours, at its slowest rank.
 
-        Over the network as soon as one pair of the chain lies in two domains: the slowest link
-        sets a pipeline's pace.
+        The chain has ``ranks`` members ``stride`` apart. Where it leaves a domain, some ranks
+        have a neighbour across the network, or two where a domain holds one rank of it. As many
+        devices of a node send at once as the ranks of the chain's place at its edge.
+
+        Args:
+            moved: bytes of a message.
+            ranks, stride: of the chain.
         """
+        near = moved / (self.platform.peer_bandwidth * self.link) + self.hop
         if stride * ranks <= self.platform.domain_devices:
-            return moved / (self.platform.peer_bandwidth * self.link) + self.hop
-        return moved / (self.platform.nic_bandwidth * self.network) + 2.0 * self.hop
+            return 2.0 * near
+        rate = self.platform.network_bandwidth(stride) * self.network
+        far = moved / rate + 2.0 * self.hop
+        return far + (near if 2 * stride <= self.platform.domain_devices else far)
+
+    def reach(self, ranks: int, stride: int) -> int:
+        """What ``exchange`` asks of a stride: equal numbers cost the same."""
+        if stride * ranks <= self.platform.domain_devices:
+            return 0
+        return min(stride, self.platform.domain_devices)

@@ -197,27 +197,43 @@ def _time(plan: Plan) -> Iterator[Explained]:
 
 def _run(plan: Plan) -> Iterator[Explained]:
     run, spec = plan.run, plan.spec
+    measured = plan.machine.measured
+    node = measured.write_bandwidth if measured is not None else None
     yield Explained(
         "checkpoint",
         f"{format_bytes(run.checkpoint_bytes)} in {seconds(run.checkpoint_seconds)}",
         "12 bytes a parameter / min(nodes · rate of a node, rate of the file system)",
         (
-            ("rate of a node", f"{STORAGE / 1e9:g} GB/s", "assumed"),
+            (
+                "rate of a node",
+                f"{(node or STORAGE) / 1e9:.3g} GB/s",
+                "measured" if node else "assumed",
+            ),
             ("rate of the file system", f"{STORAGE_LIMIT / 1e9:g} GB/s", "assumed"),
         ),
     )
     yield Explained(
-        "time between checkpoints",
-        f"{seconds(run.interval_seconds)}, {run.interval_steps} steps",
-        "sqrt(2 · write time · time between failures of the job) (Young 1974; Daly 2006)",
-        (
+        "host memory of a node for checkpoints",
+        format_bytes(run.staging_bytes),
+        "checkpoints in flight · size of one / nodes",
+        (("checkpoints in flight", str(spec.checkpoint.buffers), _SPEC),),
+    )
+    if run.mtbf == NODE_MTBF / spec.nodes:
+        rate: tuple[tuple[str, str, str], ...] = (
             (
                 "time between failures of a node",
                 f"{NODE_MTBF / 86400:g} days",
                 "Grattafiori et al. 2024, section 3.3.4",
             ),
             ("nodes", str(spec.nodes), _SPEC),
-        ),
+        )
+    else:
+        rate = (("time between failures of the job", seconds(run.mtbf), _SPEC),)
+    yield Explained(
+        "time between checkpoints",
+        f"{seconds(run.interval_seconds)}, {run.interval_steps} steps",
+        "sqrt(2 · write time · time between failures of the job) (Young 1974; Daly 2006)",
+        rate,
     )
 
 

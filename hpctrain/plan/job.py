@@ -66,6 +66,7 @@ def platform_of(machine: Machine, ranks_per_node: int) -> Platform:
         link_bandwidth=together or base.link_bandwidth,
         peer_bandwidth=near.bandwidth or base.peer_bandwidth,
         nic_bandwidth=injection / devices if injection else base.nic_bandwidth,
+        card_bandwidth=injection / len(node.nics) if injection else base.card_bandwidth,
     )
     if packaged > 1 and package is not None and package.bandwidth:
         same = replace(same, package_devices=packaged, package_bandwidth=package.bandwidth)
@@ -90,6 +91,7 @@ def _host_platform(machine: Machine, ranks_per_node: int) -> Platform:
         link_bandwidth=_HOST_LINK,
         peer_bandwidth=_HOST_LINK,
         nic_bandwidth=card / ranks_per_node,
+        card_bandwidth=card,
         known=False,
     )
 

@@ -135,6 +135,8 @@ def activations(work: Workload, plan: Strategy) -> Activations:
         inner += (half + each) * model.hidden * model.topk  # routed copies, in and out
     tensors = work.stack.gated_tensors if model.gated else 2
     inner += ffn * (each * (tensors - 1) + (0.0 if again else half))
+    if again:
+        inner *= 1.0 - work.stack.selective_share  # products that run again leave no output
     if work.on_host:
         # processors' kernels: RMSNorm keeps the normalised input, attention expands key-value
         # heads and its output is copied

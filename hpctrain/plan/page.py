@@ -22,11 +22,13 @@ _COLOURS = {
     "context": "#97bbf5",
 }
 _TIMELINE_RANKS = 16
-_TIMELINE_MICRO_BATCHES = 32
+_TIMELINE_MICRO_BATCHES = 24
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse}td,th{padding:.15em .8em .15em 0;text-align:left;vertical-align:top}
 pre{background:#f6f6f6;padding:.8em;overflow:auto}
+.wide{overflow-x:auto}
+td:nth-child(-n+2){white-space:nowrap}
 .legend span{display:inline-block;margin-right:1em}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
 """
@@ -158,4 +160,4 @@ def timeline(plan: Plan) -> str:
             f"<p>{ranks} of {layout.pp} stages and {micro} of {plan.step.micro_batches} "
             "micro-batches</p>"
         )
-    return note + draw_svg(simulate(table, costs))
+    return f'{note}<div class="wide">{draw_svg(simulate(table, costs))}</div>'

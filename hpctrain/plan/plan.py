@@ -17,12 +17,13 @@ from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.job import RECOMPUTE, STATES, strategy_of, workload_of
 from hpctrain.plan.memory import StageMemory, limit
 from hpctrain.plan.pipeline import form_of, has_form
-from hpctrain.plan.search import Candidate, Found, Space, search
+from hpctrain.plan.search import Candidate, Found, search
 from hpctrain.plan.software import DEFAULT_STACK, Fitted
+from hpctrain.plan.space import Space
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
 from hpctrain.schedule import Costs, Timeline, make, simulate
-from hpctrain.spec.job import JobSpec
+from hpctrain.spec.job import CheckpointSpec, JobSpec
 
 NODE_MTBF = 250 * 86400.0
 """Seconds between failures of one node: Llama 3 (Grattafiori et al. 2024, section 3.3.4) lost 419
@@ -68,7 +69,8 @@ class Run:
         checkpoint_bytes, checkpoint_seconds: size of one and time to write it.
         interval_seconds, interval_steps: between checkpoints, by Young's formula
             sqrt(2·write time·mean time between failures of the job) (Young 1974; Daly 2006).
-        mtbf: seconds between failures of the job, assumed from NODE_MTBF.
+        mtbf: seconds between failures of the job: its own figure, else assumed from NODE_MTBF.
+        staging_bytes: of a node's host memory that checkpoints are held in while they are written.
     """
 
     hours: float
@@ -78,6 +80,7 @@ class Run:
     interval_seconds: float
     interval_steps: int
     mtbf: float
+    staging_bytes: float
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,9 @@ class Plan:
         node = measured.write_bandwidth if measured is not None else None
         rate = min((node or STORAGE) * spec.nodes, STORAGE_LIMIT)
         write = size / rate
-        mtbf = NODE_MTBF / spec.nodes
+        stated = spec.checkpoint.mtbf
+        usual = stated == CheckpointSpec.model_fields["mtbf"].default
+        mtbf = NODE_MTBF / spec.nodes if usual else float(stated)
         interval = math.sqrt(2.0 * write * mtbf)
         return Run(
             hours=seconds / 3600,
@@ -210,6 +215,7 @@ class Plan:
             interval_seconds=interval,
             interval_steps=max(1, round(interval / self.step.seconds)),
             mtbf=mtbf,
+            staging_bytes=spec.checkpoint.buffers * size / spec.nodes,
         )
 
 
@@ -244,7 +250,7 @@ def make_plan(
     if not alternatives:
         return plan
     try:
-        found = search(work, strategy.layout.world_size, job_space())
+        found = search(work, strategy.layout.world_size, job_space(spec, strategy.layout.cp))
     except ImpossibleError:
         return plan
     better = best_alternatives(plan, model, found, alternatives)
@@ -278,11 +284,21 @@ def simulate_schedule(plan: Plan) -> Timeline:
     return simulate(table, Costs(forward=costs[0], input_grad=costs[1], weight_grad=costs[2]))
 
 
-def job_space() -> Space:
-    """What a job file of this version can ask for, of what the search knows."""
+def job_space(spec: JobSpec, context: int = 1) -> Space:
+    """What a job file of this version can ask for, of what the search knows.
+
+    Experts are spread in every way. Their channels are cut as the job cuts them or not at all, and
+    sequences are shared if the job shares them: every further degree would multiply the search.
+
+    Args:
+        spec: the job.
+        context: ranks that share a sequence in it.
+    """
+    cuts = {1, spec.parallel.expert_tensor}
     return Space(
-        context=(1,),
-        expert=(1,),
+        context=None if context > 1 else (1,),
+        expert=None,
+        expert_tensor=tuple(sorted(cuts)),
         schedules=("1f1b", "interleaved", "zb-h1"),
         recompute=tuple(RECOMPUTE.values()),
         states=tuple(STATES),
@@ -305,8 +321,8 @@ def best_alternatives(plan: Plan, model: StepModel, found: Found, count: int) ->
             break
         seen.add(kind)
         step = model.step(candidate.strategy)
-        why = _why(plan, step, candidate)
-        better.append(Alternative(candidate, step, gain, why, settings(candidate.strategy)))
+        keys = settings(candidate.strategy, plan.work, plan.strategy.layout.cp > 1)
+        better.append(Alternative(candidate, step, gain, _why(plan, step, candidate), keys))
     return better
 
 
@@ -318,6 +334,7 @@ def _kind(strategy: Strategy) -> tuple[object, ...]:
         layout.cp,
         layout.pp,
         layout.ep,
+        layout.etp,
         strategy.virtual,
         strategy.states if sharded else None,
         strategy.recompute,
@@ -341,8 +358,9 @@ def _why(plan: Plan, step: StepTime, candidate: Candidate) -> str:
     return ", ".join(parts) or "a little of everything"
 
 
-def settings(strategy: Strategy) -> dict[str, object]:
-    """Keys of a job file that ask for a strategy."""
+def settings(strategy: Strategy, work: Workload, context: bool = False) -> dict[str, object]:
+    """Keys of a job file that ask for a strategy; those of experts where the model has any, and
+    that of context parallelism where it has a degree or ``context`` says that a job gives one."""
     layout, states = strategy.layout, strategy.states
     found: dict[str, object] = {"parallel.tensor": layout.tp}
     if layout.tp > 1:
@@ -352,6 +370,11 @@ def settings(strategy: Strategy) -> dict[str, object]:
         found["parallel.schedule"] = form_of(strategy.schedule, strategy.virtual).name
         if strategy.virtual > 1:
             found["parallel.chunks"] = strategy.virtual
+    if context or layout.cp > 1:
+        found["parallel.context"] = layout.cp
+    if work.model.experts:
+        found["parallel.expert"] = layout.ep
+        found["parallel.expert_tensor"] = layout.etp
     sharding = next(name for name, placement in STATES.items() if placement == states)
     found["parallel.sharding"] = sharding
     if states.fully_sharded:
@@ -359,19 +382,6 @@ def settings(strategy: Strategy) -> dict[str, object]:
     found["parallel.recompute"] = next(k for k, v in RECOMPUTE.items() if v == strategy.recompute)
     found["train.micro_batch"] = strategy.micro_batch
     return found
-
-
-def auto_layout(spec: JobSpec, machine: Machine, stack: str = DEFAULT_STACK) -> dict[str, object]:
-    """Keys of the job file of the fastest layout that fits, for ``parallel: auto``.
-
-    Raises:
-        ImpossibleError: nothing fits, or nothing divides.
-        UsageError: the model is the user's own.
-    """
-    work, _ = workload_of(spec, machine, stack)
-    assert isinstance(spec.ranks_per_node, int), "resolve() leaves no auto"
-    found = search(work, spec.nodes * spec.ranks_per_node, job_space(), keep=1)
-    return settings(found.best[0].strategy)
 
 
 def fits_on(work: Workload, counts: Sequence[int], space: Space) -> list[Candidate]:

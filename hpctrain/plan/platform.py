@@ -36,6 +36,8 @@ class Platform:
         peer_bandwidth: bytes/s one way to one peer; equal to ``link_bandwidth`` behind a switch.
         package_devices, package_bandwidth: devices of one package and their link, one way.
         nic_bandwidth: bytes/s one way into the network, a device's share of its node's cards.
+        card_bandwidth: bytes/s of one card: what a device gets while others of its node are
+            silent; its share where less.
         known: the accelerator is in the catalogue; otherwise its figures are guesses.
     """
 
@@ -52,6 +54,7 @@ class Platform:
     nic_bandwidth: float
     package_devices: int = 1
     package_bandwidth: float = 0.0
+    card_bandwidth: float = 0.0
     known: bool = True
 
     def peak_flops(self, dtype: str) -> float:
@@ -69,15 +72,22 @@ class Platform:
             return self.package_bandwidth
         return min(self.link_bandwidth, self.peer_bandwidth * max(1, ranks - 1))
 
+    def network_bandwidth(self, active: int) -> float:
+        """Bytes/s one way into the network of a device, with ``active`` of its node sending."""
+        together = self.nic_bandwidth * self.node_devices / max(1, min(active, self.node_devices))
+        return max(self.nic_bandwidth, min(self.card_bandwidth, together))
+
     def in_node(self, node_devices: int, nic_per_node: float | None = None) -> Platform:
         """The same accelerator in a node of another size, with ``nic_per_node`` bytes/s in all."""
         domain = max(node_devices, self.domain_devices if self.domain_devices > 8 else 0)
         per_node = self.nic_bandwidth * self.node_devices if nic_per_node is None else nic_per_node
+        usual = max(self.card_bandwidth, self.nic_bandwidth)
         return replace(
             self,
             node_devices=node_devices,
             domain_devices=domain,
             nic_bandwidth=per_node / node_devices,
+            card_bandwidth=min(usual, per_node),
         )
 
 

@@ -9,61 +9,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hpctrain.errors import ImpossibleError
-from hpctrain.layout import DEFAULT_ORDER, ParallelLayout, divisors
-from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
+from hpctrain.layout import ParallelLayout, divisors
+from hpctrain.plan.inputs import StatePlacement, Strategy, Workload
 from hpctrain.plan.memory import Activations, activations, counts, limit, state_bytes
 from hpctrain.plan.pipeline import FORMS
+from hpctrain.plan.space import STATES, Space, chunkings, degrees
 from hpctrain.plan.steptime import Pipe, StateCost, StepModel, compose
 
-MATERIALISED = replace(StatePlacement.zero(3), parameters=Placement.MATERIALISED)
-STATES: tuple[tuple[str, StatePlacement], ...] = (
-    ("none", StatePlacement.zero(0)),
-    ("zero1", StatePlacement.zero(1)),
-    ("zero2", MATERIALISED),
-    ("zero3", StatePlacement.zero(3)),
-)
-"""Placements that are searched, by the name that a job file gives them where it has one."""
-
 _SHARDED = StatePlacement.zero(3)
-
-ORDERS = (DEFAULT_ORDER, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What is searched; None means every value that divides.
-
-    Attributes:
-        tensor, context, pipeline, expert, micro_batch: degrees that are tried.
-        expert_tensor: as above; 1 only where None.
-        schedules: names of closed forms in hpctrain.plan.pipeline.
-        virtual: most chunks a rank.
-        recompute: policies.
-        states: names in STATES.
-        sequence_parallel: values tried wherever there is tensor parallelism.
-        orders: axis orders.
-        zero1_shards: optimizer states are also shared within a part of the data-parallel ranks.
-        indivisible: layers that do not divide over the stages are dealt unevenly.
-    """
-
-    tensor: tuple[int, ...] | None = None
-    context: tuple[int, ...] | None = None
-    pipeline: tuple[int, ...] | None = None
-    expert: tuple[int, ...] | None = None
-    expert_tensor: tuple[int, ...] | None = None
-    micro_batch: tuple[int, ...] | None = None
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1")
-    virtual: int = 16
-    recompute: tuple[str, ...] = ("none", "selective", "full")
-    states: tuple[str, ...] = ("none", "zero1", "zero2", "zero3")
-    sequence_parallel: tuple[bool, ...] = (True, False)
-    orders: tuple[tuple[str, ...], ...] = ORDERS
-    zero1_shards: bool = True
-    indivisible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,66 +58,6 @@ class Found:
     least_memory: float = float("inf")
 
 
-def degrees(work: Workload, devices: int, space: Space) -> Iterator[ParallelLayout]:
-    """Every (tp, cp, pp, ep, etp) that divides devices, model and batch; all data parallelism in
-    ``dp_replicate``."""
-    model = work.model
-    for tp in space.tensor or divisors(devices):
-        if devices % tp or model.heads % tp or model.ffn_hidden % tp:
-            continue
-        if model.kv_heads % tp and tp % model.kv_heads:
-            continue
-        for cp in space.context or divisors(devices // tp):
-            # two pieces a rank, so that causal work is even
-            if devices % (tp * cp) or (cp > 1 and work.sequence % (2 * cp)):
-                continue
-            for pp in space.pipeline or divisors(devices // (tp * cp)):
-                if devices % (tp * cp * pp) or pp > model.layers:
-                    continue
-                dp = devices // (tp * cp * pp)
-                if work.global_batch % dp:
-                    continue
-                yield from _with_experts(work, tp, cp, pp, dp, space)
-
-
-def _with_experts(
-    work: Workload, tp: int, cp: int, pp: int, dp: int, space: Space
-) -> Iterator[ParallelLayout]:
-    model = work.model
-    if not model.experts:
-        yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp_replicate=dp)
-        return
-    stage = tp * cp * dp
-    for etp in space.expert_tensor or (1,):
-        if stage % etp or model.ffn_hidden % etp:
-            continue
-        for ep in space.expert or divisors(stage // etp):
-            if model.experts % ep or stage % (ep * etp):
-                continue
-            yield ParallelLayout(tp=tp, cp=cp, pp=pp, dp_replicate=dp, ep=ep, etp=etp)
-
-
-def chunkings(work: Workload, pp: int, m: int, space: Space) -> list[tuple[str, int]]:
-    """Schedules and chunks a rank that the number of stages, layers and micro-batches allow."""
-    if pp == 1:
-        return [("1f1b", 1)]
-    layers = work.model.layers
-    found = []
-    for name in space.schedules:
-        form = FORMS[name]
-        if form.rounds and m % pp:
-            continue
-        if not form.chunked:
-            found.append((name, 1))
-            continue
-        found += [
-            (name, v)
-            for v in range(2, min(space.virtual, layers // pp) + 1)
-            if space.indivisible or layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0
-        ]
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _State:
     """A placement of the states, ready to be combined with any pipeline of its degrees."""
@@ -177,8 +73,8 @@ class _State:
     """Bytes of what stands once, however many blocks a stage has."""
     sharded: bool
     """Parameters are sharded."""
-    far: bool
-    """The pipeline leaves the fast links: where it lies depends on how wide shards are."""
+    reach: int
+    """As Wires.reach: where a pipeline's chain lies depends on how wide shards are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +101,8 @@ def _states(
             shards = divisors(dp)
         for shard in shards:
             alone = shard == 1 and (layout.cp == 1 or (name == "zero1" and dp > 1))
+            if dp == 1 and "none" not in space.states:
+                alone = False  # nothing to share, but nothing else to try either
             if name != "none" and alone and (dp == 1 or space.zero1_shards or name != "zero1"):
                 continue  # nothing to share: the same as "none"
             divided = replace(layout, dp_replicate=dp // shard, dp_shard=shard)
@@ -222,7 +120,7 @@ def _states(
                     last=size.last * (common + state.ends),
                     whole=state.unit * block,
                     sharded=placement.fully_sharded,
-                    far=_far(work, cut),
+                    reach=_reach(model, cut),
                 )
             )
     least = (
@@ -234,9 +132,9 @@ def _states(
     return _States(found, least)
 
 
-def _far(work: Workload, plan: Strategy) -> bool:
-    """Whether a pipeline's chain spans several domains of fast links."""
-    return plan.strides()["pp"] * plan.layout.pp > work.platform.domain_devices
+def _reach(model: StepModel, plan: Strategy) -> int:
+    """How a pipeline's chain lies over the domains of fast links."""
+    return model.wires.reach(plan.layout.pp, plan.strides()["pp"])
 
 
 class _Fills:
@@ -357,7 +255,7 @@ def _score(
         if not split or work.sequence % (tp * layout.cp) == 0
     ]
     whole = work.stack.accumulates_whole
-    lies_far = {o: _far(work, Strategy(layout=layout, order=o)) for o in orders}
+    reaches = {o: _reach(model, Strategy(layout=layout, order=o)) for o in orders}
     states_of: dict[tuple[int, tuple[str, ...], bool], _States] = {}
     for micro in space.micro_batch or divisors(share):
         if share % micro:
@@ -386,10 +284,7 @@ def _score(
                     order=order,
                 )
                 pipe = model.pipe(plan)
-                far = pipe
-                if not lies_far[order]:
-                    wide = replace(layout, dp_replicate=1, dp_shard=dp)
-                    far = model.pipe(replace(plan, layout=wide))
+                pipes = {reaches[order]: pipe}
                 fills = _Fills(pp, virtual, m, schedule, work, pipe, kept[0])
                 other = fills
                 if kept[1] is not kept[0]:
@@ -414,9 +309,11 @@ def _score(
                             found.least_memory = memory
                         continue
                     cost = state.cost
-                    running, bubble, reduction, _ = compose(
-                        far if state.far else pipe, cost, fsdp, dp_hidden
-                    )
+                    lying = pipes.get(state.reach)
+                    if lying is None:
+                        wide = replace(layout, dp_replicate=dp // state.shard, dp_shard=state.shard)
+                        lying = pipes[state.reach] = model.pipe(replace(plan, layout=wide))
+                    running, bubble, reduction, _ = compose(lying, cost, fsdp, dp_hidden)
                     seconds = (
                         running + bubble + reduction + cost.optimizer + cost.tied + fixed_seconds
                     )

@@ -187,6 +187,7 @@ class StepModel:
         self._layers: dict[
             tuple[object, ...], tuple[LayerTime, LayerTime | None, float, float]
         ] = {}
+        self._sends: dict[tuple[object, ...], float] = {}
 
     def layer(self, plan: Strategy) -> tuple[LayerTime, LayerTime | None, float, float]:
         """Times of a block, of a dense block among experts, of the head and of the embedding."""
@@ -318,16 +319,33 @@ class StepModel:
 
     def send(self, plan: Strategy) -> float:
         """Seconds a micro-batch and middle stage sends and waits, both directions, all chunks."""
-        work, layout = self.work, plan.layout
+        layout = plan.layout
         if layout.pp == 1:
             return 0.0
+        key = (
+            layout.tp,
+            layout.cp,
+            layout.pp,
+            layout.dp_shard,
+            plan.order,
+            plan.micro_batch,
+            plan.sequence_parallel,
+        )
+        found = self._sends.get(key)
+        if found is None:
+            found = self._sends[key] = self._send(plan)
+        return found * plan.virtual
+
+    def _send(self, plan: Strategy) -> float:
+        work, layout = self.work, plan.layout
         whole = 2.0 * plan.micro_batch * work.sequence / layout.cp * work.model.hidden
         split = layout.tp > 1 and (plan.sequence_parallel or work.stack.split_sends)
         strides = plan.strides()
-        one = self.wires.send(whole / (layout.tp if split else 1), layout.pp, strides["pp"])
+        moved = whole / (layout.tp if split else 1)
+        both = self.wires.exchange(moved, layout.pp, strides["pp"])
         if split and not plan.sequence_parallel:
-            one += self.wires.gather(whole, self.wires.group((layout.tp, strides["tp"])))
-        return 2.0 * one * (1.0 - work.values.pp_overlap) * plan.virtual
+            both += 2.0 * self.wires.gather(whole, self.wires.group((layout.tp, strides["tp"])))
+        return both * (1.0 - work.values.pp_overlap)
 
     # ---- training state --------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def head(plan: Plan) -> Iterator[str]:
             "checkpoint",
             f"{format_bytes(run.checkpoint_bytes)} in {format_duration(run.checkpoint_seconds)} "
             f"({_storage(plan)} file system), best every {format_duration(run.interval_seconds)} "
-            f"({run.interval_steps} steps)",
+            f"({run.interval_steps} steps); {format_bytes(run.staging_bytes)} of a node's memory",
         )
     )
     rows.append(("numbers", sources(plan)))
@@ -181,7 +181,7 @@ def changed(plan: Plan, alternative: Alternative) -> dict[str, object]:
     """Settings of an alternative that differ from the job's."""
     from hpctrain.plan.plan import settings
 
-    mine = settings(plan.strategy)
+    mine = settings(plan.strategy, plan.work)
     return {k: v for k, v in alternative.settings.items() if mine.get(k) != v}
 
 

@@ -333,7 +333,7 @@ def _slowest_wires(parts: Sequence[Part]) -> float:
 
 
 def _with_network(platform: Platform, nic: float) -> Platform:
-    return replace(platform, nic_bandwidth=nic)
+    return replace(platform, nic_bandwidth=nic, card_bandwidth=nic)
 
 
 def _fixed_bytes(work: Workload, plan: Strategy) -> float:

@@ -32,8 +32,15 @@ class Volume:
 
 
 def volumes(work: Workload, plan: Strategy) -> list[Volume]:
-    """Every kind of traffic of a step; see ``Volume``."""
-    return [*_tensor(work, plan), *_data(work, plan), *_pipeline(work, plan)]
+    """Every kind of traffic of a step of the stage with the most blocks; see ``Volume``."""
+    return [
+        *_tensor(work, plan),
+        *_context(work, plan),
+        *_experts(work, plan),
+        *_data(work, plan),
+        *_expert_data(work, plan),
+        *_pipeline(work, plan),
+    ]
 
 
 def _tensor(work: Workload, plan: Strategy) -> list[Volume]:
@@ -65,6 +72,70 @@ def _tensor(work: Workload, plan: Strategy) -> list[Volume]:
         Volume(("tp",), "all_gather", m * gathers * stream, m * gathers),
         Volume(("tp",), "reduce_scatter", m * scatters * stream, m * scatters),
         *loss,
+    ]
+
+
+def _context(work: Workload, plan: Strategy) -> list[Volume]:
+    """Context parallelism: keys and values round the ring in forward, and again in backward with
+    the sums of their gradients in fp32 behind them (Liu et al. 2023)."""
+    layout, model = plan.layout, work.model
+    if layout.cp == 1:
+        return []
+    m, layers, hops = work.micro_batches(plan), max(StepModel(work).layers_of(plan)), layout.cp - 1
+    each = 4.0 if work.dtype == "fp32" else 2.0
+    block = 2.0 * plan.micro_batch * work.sequence / layout.cp
+    block *= model.kv_heads * model.head_dim / layout.tp
+    rounds = 2 + (1 if plan.recompute in ("full", "stage") else 0)
+    return [
+        Volume(
+            ("cp",),
+            "chain",
+            m * layers * hops * block * (rounds * each + 4.0),
+            m * layers * hops * (rounds + 1),
+        )
+    ]
+
+
+def _experts(work: Workload, plan: Strategy) -> list[Volume]:
+    """Expert parallelism with balanced routing: tokens to their experts and back, forward and
+    backward; where ranks share an expert's channels, they share its tokens as well."""
+    layout, model = plan.layout, work.model
+    if not model.experts:
+        return []
+    m = work.micro_batches(plan)
+    layers = max(StepModel(work).layers_of(plan))
+    each = 4.0 if work.dtype == "fp32" else 2.0
+    rows = plan.micro_batch * work.sequence / layout.cp / layout.tp * model.topk
+    sent = each * rows * model.hidden
+    passes = m * layers * (2 + (1 if plan.recompute in ("full", "stage") else 0))
+    found = []
+    if layout.ep > 1:
+        found.append(Volume(("ep",), "all_to_all", 2 * passes * sent, 2 * passes))
+    if layout.etp > 1:
+        wide = sent * layout.etp
+        found.append(Volume(("etp",), "all_gather", passes * wide, passes))
+        found.append(Volume(("etp",), "reduce_scatter", passes * wide, passes))
+    return found
+
+
+def _expert_data(work: Workload, plan: Strategy) -> list[Volume]:
+    """Gradients of experts over the ranks with copies of them, and their parameters where those
+    are sharded."""
+    layout, states = plan.layout, plan.states
+    if not work.model.experts or layout.edp == 1:
+        return []
+    m, layers = work.micro_batches(plan), max(StepModel(work).layers_of(plan))
+    parameters = layers * counts(work, plan).experts
+    gradient = float(work.gradient_bytes)
+    kept = 4.0 if work.dtype == "fp32" else 2.0
+    if states.parameters is Placement.REPLICATED and states.optimizer is Placement.REPLICATED:
+        return [Volume(("edp",), "all_reduce", gradient * parameters, layers)]
+    again = 2 if states.parameters is Placement.GATHERED else 1
+    gathers = m * again if states.fully_sharded else 1
+    scatters = 1 if work.stack.accumulates_whole or not states.fully_sharded else m
+    return [
+        Volume(("edp",), "all_gather", gathers * kept * parameters, gathers * layers),
+        Volume(("edp",), "reduce_scatter", scatters * gradient * parameters, scatters * layers),
     ]
 
 
@@ -122,6 +193,9 @@ def traffic(work: Workload, plan: Strategy) -> list[Traffic]:
     exposed = {
         "tp": 1.0 - max(values.tp_overlap, values.tp_backward_overlap / 2),
         "pp": 1.0 - values.pp_overlap,
+        "cp": 0.2,  # what attention does not hide
+        "ep": 1.0 - values.expert_overlap,
+        "etp": 1.0 - values.expert_overlap,
     }
     shared = 1.0 - (values.fsdp_overlap if plan.states.fully_sharded else values.dp_overlap)
     return [

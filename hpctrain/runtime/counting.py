@@ -19,10 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.emulated_links import EmulatedLinks
 
 OTHER = "other"
 """Groups that are not ours: a user's own."""
@@ -47,7 +50,11 @@ class Tally:
 
 
 class Counter:
-    """Counts communication by axis; safe to use from several threads."""
+    """Counts communication by axis; safe to use from several threads.
+
+    Attributes:
+        links: of an emulated machine, which hold every operation for as long as theirs would.
+    """
 
     def __init__(self) -> None:
         self._axes: dict[str, str] = {}
@@ -63,6 +70,8 @@ class Counter:
         self._lock = threading.Lock()
         self._library: Any = None  # torch.library.Library, which is not typed
         self._timed = False
+        self._computed = 0.0
+        self.links: EmulatedLinks | None = None
 
     # ---- what is counted -------------------------------------------------------------------
 
@@ -89,6 +98,15 @@ class Counter:
             yield
         finally:
             self._spans.append((axis, began, time.perf_counter()))
+
+    def compute(self, seconds: float) -> None:
+        """Note time of computing, where somebody knows it."""
+        self._computed += seconds
+
+    def take_computed(self) -> float:
+        """Seconds of computing that were noted since the last take."""
+        found, self._computed = self._computed, 0.0
+        return found
 
     # ---- what was counted ------------------------------------------------------------------
 
@@ -213,6 +231,9 @@ class Counter:
 
     def close(self) -> None:
         """PyTorch's own kernels again."""
+        if self.links is not None:
+            self.links.close()
+            self.links = None
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -224,6 +245,8 @@ class Counter:
         notes, spans, clock = self._notes, self._spans, time.perf_counter
 
         def counted(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+            if self.links is not None and operation != "barrier":
+                return emulated(self.links, keys, *args)
             began = clock()
             # Releases the GIL, as PyTorch's own calls do. Starting an operation with it held can
             # deadlock: gloo's thread wants it to drop a callback while it holds gloo's queue.
@@ -243,6 +266,31 @@ class Counter:
                 with self._lock:
                     self._settle()
             return result
+
+        def emulated(links: EmulatedLinks, keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+            """As counted, but on the links of an emulated machine."""
+            began, group = clock(), args[group_at]
+            size, parts = payload(args)
+            notes.append((operation, group, size, parts))
+            ours = dist.ProcessGroup.unbox(group)
+            axis = self.axis_of(ours)
+
+            def start() -> Any:
+                return operator.redispatch(keys & after, *args)
+
+            if operation == "send":
+                return links.send(axis, ours, int(args[2]), size, start, args[0]).boxed()
+            result = start()
+            seconds = links.seconds(axis, operation, size)
+            work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+            if any(one is False for one in args):
+                links.wait((axis, operation, size), began, work, seconds)
+                spans.append((group, began, clock()))
+                return result
+            held = links.later(
+                axis, work, seconds, lambda: spans.append((group, began, clock()))
+            ).boxed()
+            return (*result[:-1], held) if isinstance(result, tuple) else held
 
         self._library.impl(operator, counted, "BackendSelect", with_keyset=True)
 

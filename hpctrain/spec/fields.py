@@ -58,7 +58,7 @@ class Section(BaseModel):
         raise ValueError(f"found {show(value)}; a mapping of keys belongs here")
 
 
-def _text(value: Any) -> Any:
+def as_text(value: Any) -> Any:
     if isinstance(value, Scalar):
         value = value.raw if value.value is not None or value.raw else None
     if not isinstance(value, str):
@@ -68,7 +68,7 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _line(value: str) -> str:
+def as_line(value: str) -> str:
     if "\n" in value or "\r" in value:
         raise ValueError("line breaks cannot be part of this text")
     return value
@@ -171,9 +171,9 @@ _COUNT_SCHEMA: dict[str, Any] = {
     "examples": [1000, "1e9", "2.5M"],
 }
 
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(as_text)]
 """Text exactly as it was written; numbers and booleans keep their spelling."""
-Line = Annotated[str, BeforeValidator(_text), AfterValidator(_line)]
+Line = Annotated[str, BeforeValidator(as_text), AfterValidator(as_line)]
 """Text on one line."""
 Count = Annotated[int, BeforeValidator(_integer), Field(ge=1), WithJsonSchema(_COUNT_SCHEMA)]
 """A whole number of at least one: 1000, 1e9, 2.5M."""
@@ -206,11 +206,11 @@ AutoCount = Annotated[
     AfterValidator(_at_least_one),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
 ]
-OptionalText = Annotated[str | None, BeforeValidator(_or_nothing(_text))]
+OptionalText = Annotated[str | None, BeforeValidator(_or_nothing(as_text))]
 OptionalLine = Annotated[
     str | None,
-    BeforeValidator(_or_nothing(_text)),
-    AfterValidator(lambda value: value if value is None else _line(value)),
+    BeforeValidator(_or_nothing(as_text)),
+    AfterValidator(lambda value: value if value is None else as_line(value)),
 ]
 OptionalCount = Annotated[
     int | None,

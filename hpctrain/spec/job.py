@@ -9,7 +9,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from hpctrain.spec.fields import (
     Arguments,
@@ -31,6 +39,8 @@ from hpctrain.spec.fields import (
     Section,
     Text,
     Walltime,
+    as_line,
+    as_text,
     show,
 )
 from hpctrain.spec.life import (
@@ -239,6 +249,13 @@ class PipelineScheduleSpec(Section):
 class ParallelSpec(Section):
     """How the ranks share the work; the product of the axes is the number of ranks."""
 
+    scalar_key: ClassVar[str | None] = "layout"
+
+    layout: Annotated[Literal["given", "auto"], Plain] = Field(
+        "given",
+        description="given: the keys below say it. auto: the planner takes the fastest layout "
+        "that fits; keys that you give beside it stay as they are.",
+    )
     tensor: Count = Field(
         1, description="Ranks that share each layer (heads, channels, vocabulary)."
     )
@@ -688,12 +705,104 @@ class SlurmSpec(Section):
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+_EMULATED = re.compile(r"(emulate|simulate):(?:([\d.e+]+)\*)?(.+)")
+
+
+def _machine(value: Any) -> Any:
+    """A name; ``{emulate: NAME}`` becomes ``emulate:NAME``."""
+    if not isinstance(value, dict):
+        return value
+    how = "simulate" if "simulate" in value else "emulate"
+    if how not in value or set(value) - ({"emulate", "slower"} if how == "emulate" else {how}):
+        raise ValueError(
+            f"found the keys {', '.join(map(str, value)) or 'none'}; a machine's name or "
+            "{emulate: NAME, slower: N} or {simulate: NAME} belongs here"
+        )
+    name = value[how]
+    name = name if isinstance(name, str) else getattr(name, "raw", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"found {how}: {show(value[how])}; a machine's name belongs here")
+    if "slower" not in value:
+        return f"{how}:{name}"
+    factor = plain(value["slower"])
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < 1e6:
+        raise ValueError(f"found slower: {show(value['slower'])}; a number from 1 on belongs here")
+    return f"emulate:{factor:g}*{name}"
+
+
+def _as_given(value: str) -> Any:
+    found = _EMULATED.fullmatch(value)
+    if found is None:
+        return value
+    slower = {} if found[2] is None else {"slower": float(found[2])}
+    return {found[1]: found[3]} | slower
+
+
+MachineName = Annotated[
+    str,
+    BeforeValidator(lambda value: as_text(_machine(value))),
+    AfterValidator(as_line),
+    PlainSerializer(_as_given),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "properties": {
+                        "emulate": {"type": "string"},
+                        "slower": {"type": "number", "minimum": 1},
+                    },
+                    "required": ["emulate"],
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "properties": {"simulate": {"type": "string"}},
+                    "required": ["simulate"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+"""A machine's name; of an emulated one ``emulate:NAME`` or ``emulate:SLOWER*NAME``, of a simulated
+one ``simulate:NAME``."""
+
+
 class JobSpec(Section):
     """A job: everything that is asked for, in one document."""
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the job runs here with the times of another machine."""
+        return _EMULATED.fullmatch(self.machine) is not None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether it has no ranks: its schedule is simulated with that machine's times."""
+        return self.machine.startswith("simulate:")
+
+    @property
+    def machine_name(self) -> str:
+        """Name or path of the machine, of an emulated one too."""
+        found = _EMULATED.fullmatch(self.machine)
+        return self.machine if found is None else found[3]
+
+    @property
+    def slower(self) -> float | None:
+        """How many times longer than on the emulated machine everything takes here; None leaves
+        it to the number of ranks and cores."""
+        found = _EMULATED.fullmatch(self.machine)
+        return None if found is None or found[2] is None else float(found[2])
+
     name: Line = Field("job", description="Name of the run; starts its run directory's name.")
-    machine: Line = Field(
-        "local", description="Machine the job runs on: a site name, or the path of a site file."
+    machine: MachineName = Field(
+        "local",
+        description="Machine the job runs on: a site name, or the path of a site file; or "
+        "{emulate: NAME, slower: N}, which runs the job's ranks on this machine with the times of "
+        "that one, N times slower so that few cores can follow [N by ranks and cores]; or "
+        "{simulate: NAME}, without ranks.",
     )
     nodes: Count = Field(1, description="Nodes.")
     ranks_per_node: AutoCount = Field(

@@ -82,7 +82,12 @@ def read_job(path: Path | str, overrides: Sequence[str] = ()) -> Job:
 
 def parse_job(text: str, file: str = "job.yaml", overrides: Sequence[str] = ()) -> Job:
     """As :func:`read_job`, from text."""
-    tree = load_tree(text, file)
+    return parse_tree(load_tree(text, file), text, file, overrides)
+
+
+def parse_tree(tree: Tree, text: str, file: str, overrides: Sequence[str] = ()) -> Job:
+    """As :func:`parse_job`, from a tree that was composed already, and which stays as it is."""
+    tree = tree.copy()
     if isinstance(tree.value, Scalar) and tree.value.value is None:
         tree.value = {}
     if not isinstance(tree.value, dict):

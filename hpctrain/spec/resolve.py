@@ -36,6 +36,8 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
         ImpossibleError: numbers that do not divide.
     """
     spec = job.spec
+    if spec.parallel.layout == "auto":
+        raise _impossible(job, "parallel.layout", "auto was not worked out: the planner does that")
     values: dict[str, Any] = {}
     ranks_per_node = spec.ranks_per_node
     if ranks_per_node == "auto":
@@ -59,8 +61,10 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
     for key, path in (("data.path", spec.data.path), ("checkpoint.path", spec.checkpoint.path)):
         if path is not None and not Path(path).is_absolute():
             values[key] = str(directory.absolute() / path)
-    if "/" in spec.machine and not Path(spec.machine).is_absolute():
-        values["machine"] = str(directory.absolute() / spec.machine)
+    name = spec.machine_name
+    if "/" in name and not Path(name).is_absolute():
+        absolute = str(directory.absolute() / name)
+        values["machine"] = spec.machine.removesuffix(name) + absolute
     changed = JobSpec.model_validate(_merged(spec.model_dump(mode="json"), values))
     sources = dict(job.sources)
     for key in values:

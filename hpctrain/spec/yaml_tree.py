@@ -66,6 +66,18 @@ class Tree:
                 return mark
         return None
 
+    def copy(self) -> Tree:
+        """A tree that may be changed; its scalars, which cannot be, are shared."""
+        return Tree(_copied(self.value), dict(self.marks))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value
+
 
 def resolve(text: str) -> str | Scalar:
     """A plain scalar by the YAML 1.2 core schema."""

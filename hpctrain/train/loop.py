@@ -38,6 +38,8 @@ class Trainer:
     recorder: Recorder
     stopwatch: StopWatch
     monitor: Monitor
+    slower: float = 1.0
+    """How many times slower an emulated machine runs here than its records say."""
     _step_seconds: float = 0.0
 
     def run(self) -> str:
@@ -50,6 +52,7 @@ class Trainer:
         state, train = self.state, self.spec.train
         self.recorder.state("running", state.step)
         self.context.communicators.counter.take()  # what building and restoring have sent
+        self.context.communicators.counter.take_computed()
         while state.step < train.steps:
             stop = self.step()
             last = state.step == train.steps
@@ -90,9 +93,10 @@ class Trainer:
                 hint=f"the last checkpoint is step {self.recorder.durable_step}; resume from it "
                 "with a lower train.lr or more schedule.warmup_steps, or look at the data",
             )
+        counter = self.context.communicators.counter
         logged = state.step % self.spec.train.log_every == 0 or state.step == self.spec.train.steps
-        comm = self.context.communicators.counter.take() if logged else {}
-        monitor.step(seconds, data_seconds, comm if logged else None)
+        comm = self._communication() if logged else {}
+        monitor.step(seconds / self.slower, data_seconds / self.slower, comm if logged else None)
         if logged:
             self.recorder.step(
                 StepRecord(
@@ -102,15 +106,23 @@ class Trainer:
                     lr=learning_rate(state.step, self.spec.train),
                     grad_norm=grad_norm,
                     tokens=state.tokens,
-                    step_seconds=agreed.seconds,
-                    tokens_per_second=batches.units_per_step / agreed.seconds,
-                    data_seconds=data_seconds,
-                    checkpoint_seconds=self.checkpointer.take_blocked_seconds(),
+                    step_seconds=agreed.seconds / self.slower,
+                    tokens_per_second=batches.units_per_step / agreed.seconds * self.slower,
+                    data_seconds=data_seconds / self.slower,
+                    checkpoint_seconds=self.checkpointer.take_blocked_seconds() / self.slower,
                     memory_bytes=peak_memory(self.context.device),
                     comm=comm,
+                    compute_seconds=counter.take_computed() / self.slower,
                 )
             )
         return agreed.stop
+
+    def _communication(self) -> dict[str, dict[str, float]]:
+        """What was counted since the last record, in seconds of an emulated machine."""
+        found = self.context.communicators.counter.take()
+        for amounts in found.values():
+            amounts["seconds"] /= self.slower
+        return found
 
     def _checkpoint(self, stop: int, *, wait: bool) -> None:
         state, recorder = self.state, self.recorder

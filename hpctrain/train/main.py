@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import Exit, HpctrainError, ImpossibleError
 from hpctrain.layout import RankGrid
@@ -17,6 +17,11 @@ from hpctrain.runtime.process import abort, record_failure, redirect_output
 from hpctrain.runtime.stopping import StopWatch
 from hpctrain.spec import read_job
 from hpctrain.spec.resolve import layout_of
+
+if TYPE_CHECKING:
+    from hpctrain.runtime.context import RankContext
+    from hpctrain.runtime.energy import EnergyMeter
+    from hpctrain.train.metrics import Recorder
 
 
 def run_rank(run: RunDir) -> int:
@@ -64,6 +69,12 @@ def _train(
     stopwatch.deadline = environment.deadline
     stopwatch.stop_file = run.stop_file if comm.rank == 0 else None
     context = bootstrap(comm, RankGrid(layout_of(spec)), environment)
+    emulation = None
+    if spec.emulated:
+        from hpctrain.train.emulation import Emulation
+
+        emulation = Emulation.read(run, spec, context)
+        spec = emulation.spec
 
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
@@ -71,6 +82,7 @@ def _train(
     from hpctrain.health.profile import differences
     from hpctrain.parallel.optimizer import make_optimizer
     from hpctrain.parallel.parallelize import parallelize
+    from hpctrain.runtime.energy import EnergyMeter
     from hpctrain.train.checkpointing import Checkpointer
     from hpctrain.train.data import Batches, open_source
     from hpctrain.train.loop import Trainer
@@ -91,9 +103,9 @@ def _train(
     monitor = Monitor(run, spec, context, launch.attempt, recorder.event)
     for difference in differences(spec, context):
         recorder.event("warning", difference)
-    source = open_source(spec)
+    source = open_source(spec) if emulation is None else emulation.source()
     seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
-    model = parallelize(spec, context)
+    model = parallelize(spec, context, None if emulation is None else emulation.passes)
     optimizer = make_optimizer(model, spec)
     seed_everything(spec.train.seed, context.coordinate("dp"))
     state = TrainState(model, optimizer)
@@ -122,18 +134,27 @@ def _train(
         spec=spec,
         context=context,
         state=state,
-        stepper=Stepper(model, optimizer, spec),
+        stepper=Stepper(
+            model,
+            optimizer,
+            spec,
+            update_seconds=0.0 if emulation is None else emulation.update_seconds,
+        ),
         batches=batches,
         checkpointer=checkpointer,
         recorder=recorder,
         stopwatch=stopwatch,
         monitor=monitor,
+        slower=1.0 if emulation is None else emulation.slower,
     )
+    # An emulated machine's energy is not this one's.
+    meter = EnergyMeter() if context.local_rank == 0 and emulation is None else None
     try:
         reason = trainer.run()
     finally:
         progress["step"] = state.step
     monitor.mark("checkpoint")
+    _record_energy(context, meter, recorder)
     checkpointer.close(state.step, recorder.durable_step)
     batches.close()
     if reason:
@@ -175,6 +196,25 @@ def _grounds(found: Any, spec: Any) -> str:
             "health.preflight: false starts all the same",
         )
     return ""
+
+
+def _record_energy(context: RankContext, meter: EnergyMeter | None, recorder: Recorder) -> None:
+    """Write the joules of all nodes since training began, where every node counts them."""
+    used = None if meter is None else meter.joules()
+    all_used = context.comm.gather((meter is not None, used, "" if meter is None else meter.source))
+    if all_used is None:
+        return
+    counted = [(joules, source) for counts, joules, source in all_used if counts]
+    if counted and all(joules is not None for joules, _ in counted):
+        total = sum(joules for joules, _ in counted)
+        sources = ", ".join(sorted({source for _, source in counted}))
+        nodes = len(counted)
+        recorder.event(
+            "energy",
+            f"{total:.0f} J on {nodes} node{'s' * (nodes > 1)} ({sources})",
+            joules=total,
+            source=sources,
+        )
 
 
 def _launch(comm: Any, run: RunDir) -> LaunchRecord:

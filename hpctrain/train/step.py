@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class Stepper:
         model: as parallelised.
         optimizer: over its parameters.
         spec: resolved job.
+        update_seconds: that an emulated machine takes for the optimizer's step.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class Stepper:
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         spec: JobSpec,
+        *,
+        update_seconds: float = 0.0,
     ) -> None:
+        self.update_seconds = update_seconds
         self.model = model
         self.optimizer = optimizer
         self.train = spec.train
@@ -106,11 +111,15 @@ class Stepper:
         rate = learning_rate(step, self.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        began = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._moe is not None:
             chunks = [unwrapped(chunk) for chunk in self.model.chunks]
             balance_by_bias(chunks, self._moe, self._over_all_ranks)
+        if self.update_seconds:
+            time.sleep(max(0.0, began + self.update_seconds - time.perf_counter()))
+            self.model.context.communicators.counter.compute(self.update_seconds)
         return norm
 
     def _over_all_ranks(self, loads: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ from hpctrain.cli.prepare import prepare
 from hpctrain.launchers import SrunLauncher, batch_hook, rank_program
 from hpctrain.machine import load_site
 from hpctrain.records import read_json, write_json
+from hpctrain.scaling.array import array_script, shape_of
 from hpctrain.slurm import SlurmClient, render
-from hpctrain.slurm.array import submit_array
+from hpctrain.slurm.submit import add_launch, write_script
 from hpctrain.spec import read_job
 from hpctrain.testing.slurm import SlurmCluster, unavailable
 
@@ -120,19 +121,25 @@ def array(cluster: SlurmCluster, folder: Path, tokens: Path) -> dict[str, Life]:
     """Three runs as the tasks of one job."""
     lives = {f"task {n}": Life(cluster, folder / f"task{n}", tokens) for n in range(3)}
     client = SlurmClient(cluster.env)
-    specs, runs, scripts = [], [], []
+    specs, runs, shapes = [], [], set()
     for life in lives.values():
         held = ["env.HOLD=7", "health.hang_after=0"] if life is lives["task 2"] else []
-        job = read_job(str(life.folder / "job.yaml"), held)
-        prepared = prepare(job, life.folder)
+        prepared = prepare(read_job(str(life.folder / "job.yaml"), held), life.folder)
         run = create(prepared, life.folder / "runs", ["test"])
-        specs.append(prepared.job.spec)
-        runs.append(run)
-        srun = SrunLauncher(prepared.machine, mpich_wheel=True)
-        scripts.append(render(specs[-1], run, rank_program(run), srun, batch_hook()))
+        launcher = SrunLauncher(prepared.machine, mpich_wheel=True)
+        script = render(prepared.job.spec, run, rank_program(run), launcher, batch_hook())
+        write_script(run.script, script)
         origin = read_json(run.provenance) or {}
         write_json(run.provenance, origin | {"import_paths": [str(life.folder)]})
-    submit_array(specs, runs, scripts, client)
+        specs.append(prepared.job.spec)
+        runs.append(run)
+        shapes.add(shape_of(script))
+    path = folder / "array.sbatch"
+    log = folder / "array"
+    path.write_text(array_script("tasks", shapes.pop(), [run.root for run in runs], log, None))
+    submitted = client.submit(path)
+    for task, (run, spec) in enumerate(zip(runs, specs, strict=True)):
+        add_launch(run, spec, f"{submitted.job_id}_{task}", "local")
     return lives
 
 

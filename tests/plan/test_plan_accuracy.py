@@ -50,6 +50,15 @@ def test_out_of_memory(report):
     assert report["oom_rows"] == 221
 
 
+def test_out_of_memory_of_rows_that_had_no_say(report):
+    """The two constants that can be picked on such rows, picked on the other half."""
+    assert [half["picked_on"] for half in report["oom_halves"]] == [0, 1]
+    for half in report["oom_halves"]:
+        assert half["rows"] >= 350
+        assert half["oom_accuracy"] >= 0.97
+        assert half["oom_missed"] <= 0.02
+
+
 def test_memory_where_it_is_stated(report):
     assert report["memory"]["rows"] == 43
     assert report["memory"]["mean_abs_error"] <= 0.08
@@ -83,6 +92,18 @@ def test_vtrain_anchors(report):
     assert bad["predicted"] / good["predicted"] == pytest.approx(1.74, rel=0.1)
 
 
+def test_the_page_shows_what_the_benchmark_prints():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "planner_accuracy.py", "--markdown"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    page = (BENCHMARKS.parent / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert len(done.stdout.splitlines()) > 60, done.stderr
+    assert done.stdout in page, "paste the output of --markdown into docs/planner.md"
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
@@ -109,13 +130,20 @@ def test_any_file_of_the_same_columns_will_do(tmp_path):
         {**chosen, "id": "new-5", "tp": "7"},
         {**template, "id": "new-6"},
         {**chosen, "id": "new-7", "layers": "many"},
+        {**chosen, "id": "new-7", "layers": "nan"},
+        {**chosen, "id": "", "micro_batch": "0", "seq": "inf"},
+        {**chosen, "id": "new-8", "schedule": "of my own", "recompute": "SAC", "dtype": "mxfp8"},
     ]
-    path = write(tmp_path / "odd.csv", odd)
+    path = write(tmp_path / "odd.csv", [{**row, "weather": "fine"} for row in odd])
+    path.write_text("\ufeff" + path.read_text() + "\n,,,\nshort,row\n", encoding="utf-8")
     found = run("--measurements", str(path), "--out-of-memory", str(path))
-    assert found["rows_used"] == 3
-    assert found["rows_not_modelled"] == 4
-    assert set(found["not_modelled"]) == {"new-4", "new-5", "new-6", "new-7"}
-    assert "7" in found["not_modelled"]["new-5"]
+    assert found["rows_used"] == 4
+    assert found["rows_not_modelled"] == 7
+    left = found["not_modelled"]
+    assert set(left) == {
+        "new-4", "new-5", "new-6", "new-7", "new-7 line 9", "line 10", "short"
+    }  # fmt: skip
+    assert "7" in left["new-5"] and "layers" in left["new-7"] and "seq" in left["line 10"]
     assert found["unknown_accelerators"] == ["TPU-v9"]
     assert "halves" not in found
     assert math.isfinite(found["step_time_mean_abs_error"])

@@ -98,6 +98,10 @@ def test_young_daly_interval(job):
     assert found["checkpoint_seconds"] == pytest.approx(write)
     mtbf = 250 * 86400 / 8
     assert found["interval_seconds"] == pytest.approx((2 * write * mtbf) ** 0.5)
+    # two checkpoints in flight lie in the memory of eight nodes
+    assert found["staging_bytes"] == pytest.approx(2 * 12 * 8_030_261_248 / 8)
+    stated = data(job, "--set", "checkpoint.mtbf=6h", "--no-search")["run"]
+    assert stated["interval_seconds"] == pytest.approx((2 * write * 6 * 3600) ** 0.5)
 
 
 def test_what_does_not_fit_leaves_with_3(job):
@@ -214,6 +218,20 @@ def test_warnings_with_remedies(job):
     crossing = next(t for t in texts if "crosses nodes" in t)
     assert "tensor 4" in texts[crossing]
     assert all(texts.values())
+
+
+def test_warnings_of_pipelines(job):
+    """Seven micro-batches on eight stages idle 7/14 of the time; the last holds 128k logits."""
+    found = data(
+        job, "--set", "parallel={tensor: 8, pipeline: 8}", "--set", "train.global_batch=7",
+        "--no-search",
+    )  # fmt: skip
+    texts = {w["text"]: w["remedy"] for w in found["warnings"]}
+    idle = next(t for t in texts if "the pipeline idles" in t)
+    assert "interleaved" in texts[idle] and "fewer than 8 stages" in texts[idle]
+    uneven = next(t for t in texts if "longer than the others" in t)
+    assert "stage 7" in uneven and "output layer" in uneven
+    assert "fewer blocks" in texts[uneven]
 
 
 def test_two_jobs_beside_each_other(job, tmp_path):

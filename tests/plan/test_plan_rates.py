@@ -85,6 +85,20 @@ def test_nested_axes_join_to_one_group():
     assert (joint.size, joint.local) == (8, 4)
 
 
+def test_who_sends_alone_has_the_cards_alone():
+    """Four cards of 25 GB/s for eight devices: 12.5 GB/s each, 25 where only four send."""
+    platform = CATALOGUE["A100-80G"].in_node(8, 100e9)
+    assert [platform.network_bandwidth(n) for n in (16, 8, 4, 2)] == [12.5e9, 12.5e9, 25e9, 25e9]
+    chain = Wires.of(platform, apply(Calibration(), {"link": 1, "network": 1, "hop_seconds": 0}))
+    # stages of eight devices: both neighbours across the network
+    assert chain.exchange(1e9, 4, 8) == pytest.approx(2 * 1e9 / 12.5e9)
+    # of four: a node holds two, and the cards serve one of them at a time
+    assert chain.exchange(1e9, 4, 4) == pytest.approx(1e9 / 25e9 + 1e9 / 300e9)
+    assert chain.exchange(1e9, 4, 2) == pytest.approx(2 * 1e9 / 300e9)
+    # a card for each device: nothing to share
+    assert CATALOGUE["H100"].network_bandwidth(1) == 50e9
+
+
 def test_mesh_links_need_all_peers():
     """MI300X: 64 GB/s a peer, 448 in all: bus bandwidth 48 with 2 devices, 313 with 8."""
     platform = CATALOGUE["MI300X"]

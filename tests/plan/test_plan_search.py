@@ -15,9 +15,10 @@ from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.memory import limit
 from hpctrain.plan.plan import fits_on
 from hpctrain.plan.platform import CATALOGUE
-from hpctrain.plan.search import MATERIALISED, STATES, Space, search
+from hpctrain.plan.search import search
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import STACKS, calibration
+from hpctrain.plan.space import MATERIALISED, STATES, Space
 from hpctrain.plan.steptime import StepModel
 
 
@@ -113,12 +114,12 @@ def test_finds_what_brute_force_finds():
         (workload(MEDIUM, "H100", "hpctrain", 512), 64),
         (
             workload(
-                replace(MEDIUM, experts=64, topk=4, ffn_hidden=2048, gated=True),
+                replace(MEDIUM, experts=8, topk=2, ffn_hidden=2048, gated=True),
                 "H100",
                 "megatron-core-2024",
-                256,
+                32,
             ),
-            64,
+            16,
         ),
     ],
 )
@@ -129,6 +130,9 @@ def test_scores_are_those_of_single_plans(work, devices):
         assert candidate.seconds == pytest.approx(model.step(candidate.strategy).seconds)
         memory = max(stage.total for stage in model.memory(candidate.strategy))
         assert candidate.memory == pytest.approx(memory)
+    if work.model.experts:
+        assert {c.strategy.layout.ep for c in found.best} > {1}
+        assert {c.strategy.layout.etp for c in found.best} > {1}
     for a, b in itertools.combinations(found.front, 2):
         assert not (a.seconds <= b.seconds and a.memory <= b.memory)
 

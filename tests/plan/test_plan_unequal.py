@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import ImpossibleError
@@ -17,6 +17,7 @@ from hpctrain.plan.software import STACKS, calibration
 from hpctrain.plan.unequal import Part, plan_mixed, share_micro_batches, share_state
 
 
+@settings(deadline=None)  # a shared machine stands still now and then
 @given(
     seconds=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     data=st.data(),

@@ -1,0 +1,156 @@
+"""The emulated machine: what is put in comes out, on real ranks and in the simulator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpctrain.cli.prepare import prepare
+from hpctrain.errors import SpecError, UsageError
+from hpctrain.plan.emulation import emulation_table
+from hpctrain.plan.simulated import simulate_step
+from hpctrain.plan.steptime import StepModel
+from hpctrain.records import read_json
+from hpctrain.rundir import RunDir
+from hpctrain.scaling.collect import measure
+from hpctrain.spec import dump_job, parse_job
+from hpctrain.spec.shadow import shadow
+
+HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
+ROOT = Path(__file__).parents[2]
+JOB = """
+name: emulated
+machine: {emulate: frontier}
+nodes: 1
+ranks_per_node: 2
+model: {layers: 4, hidden: 6144, heads: 48, vocab_size: 51200}
+parallel: {pipeline: 2}
+data: {path: not-read.h5, sequence_length: 2048}
+train: {steps: 3, global_batch: 4, micro_batch: 1, precision: bf16}
+checkpoint: {every: 100}
+"""
+
+
+def prepared(*overrides: str):
+    return prepare(parse_job(JOB, overrides=overrides), Path("/"))
+
+
+def test_the_machine_is_written_and_read_in_one_form():
+    for text, machine in (
+        ("{emulate: frontier}", "emulate:frontier"),
+        ("{emulate: frontier, slower: 20}", "emulate:20*frontier"),
+        ("{simulate: lumi-g}", "simulate:lumi-g"),
+    ):
+        spec = parse_job(JOB, overrides=[f"machine={text}"]).spec
+        assert spec.machine == machine
+        assert spec.emulated
+        dumped = dump_job(spec)
+        assert yaml.safe_load(dumped)["machine"] == yaml.safe_load(text)
+        assert parse_job(dumped).spec == spec
+    assert not parse_job(JOB, overrides=["machine=frontier"]).spec.emulated
+    for bad in (
+        "{emulate: frontier, fast: 1}",
+        "{emulate: [1]}",
+        "{emulate: f, slower: 0.5}",
+        "{}",
+    ):
+        with pytest.raises(SpecError, match="machine"):
+            parse_job(JOB, overrides=[f"machine={bad}"])
+
+
+def test_the_table_holds_the_planners_numbers():
+    job = prepared("machine.slower=4")
+    spec = job.job.spec
+    table = emulation_table(spec, job.machine)
+    again = emulation_table(prepared("machine.slower=1").job.spec, job.machine)
+    assert table["block"] == pytest.approx([4 * seconds for seconds in again["block"]])
+    from hpctrain.plan.job import strategy_of, workload_of
+
+    model = StepModel(workload_of(spec, job.machine)[0])
+    block = model.layer(strategy_of(spec))[0]
+    assert sum(again["block"]) == pytest.approx(block.total)  # no tensor parallelism, no recompute
+    # A message of the small model takes as long as that of the large one: 2·b·s·h bytes.
+    small = shadow(spec)
+    bytes_small = 4 * small.data.sequence_length * small.model.hidden
+    whole = 2 * 2048 * 6144
+    fixed, each = again["near"]
+    assert fixed + each * bytes_small == pytest.approx(model.wires.exchange(whole, 2, 1) / 2)
+
+
+def test_the_small_model_keeps_layers_and_cut():
+    spec = prepared("parallel.tensor=2", "parallel.pipeline=1").job.spec
+    small = shadow(spec)
+    assert small.model.layers == 4
+    assert small.parallel == spec.parallel
+    assert small.model.transformer().parameters < 10_000
+    assert small.data.sequence_length % 2 == small.model.heads % 2 == 0
+
+
+def test_the_simulator_gives_1f1b_its_closed_form():
+    job = prepared("train.global_batch=8", "parallel.pipeline=2")
+    found = simulate_step(job.job.spec, job.machine)
+    pipe = StepModel(found.plan.work).pipe(found.plan.strategy)
+    block = pipe.block.total
+    # two stages of two blocks; 1F1B waits (p-1)·(F+B) = one stage's micro-batch, and ends differ
+    # by head and embedding, so that the makespan lies between these two.
+    stage = 2 * block
+    slow = stage + pipe.head
+    assert 9 * stage < found.seconds - found.update - found.data < 9 * slow + 16 * 1e-2
+    assert found.compute + found.pipeline + found.data + found.tensor == pytest.approx(
+        found.seconds
+    )
+    big = prepared("nodes=1250", "ranks_per_node=8", "parallel.pipeline=4",
+                   "train.global_batch=10000")  # fmt: skip
+    assert simulate_step(big.job.spec, big.machine).seconds > 0  # 10,000 devices
+
+
+def submit(folder: Path, *sets: str, code: int = 0) -> RunDir | None:
+    (folder / "job.yaml").write_text(JOB)
+    extra = [token for one in sets for token in ("--set", one)]
+    done = subprocess.run(
+        [HPCTRAIN, "submit", "job.yaml", *extra], cwd=folder, capture_output=True, text=True,
+        timeout=170, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return RunDir.all(folder / "runs")[-1] if code == 0 else None
+
+
+def test_ranks_take_the_time_that_was_put_in(tmp_path):
+    """A pipeline of two ranks, slow enough that this machine can follow whatever else it does."""
+    run = submit(tmp_path, "machine.slower=4")
+    job = prepared("machine.slower=4")
+    expected = simulate_step(job.job.spec, job.machine)
+    found = measure(run)
+    assert found.step_seconds == pytest.approx(expected.seconds, rel=0.10)
+    assert found.split["compute"] == pytest.approx(expected.compute, rel=0.05)
+    assert found.split["pipeline"] == pytest.approx(expected.pipeline, abs=0.1 * expected.seconds)
+    assert found.hardware["emulated"] == "frontier"
+    assert found.steps[-1].tokens == 3 * 4 * 2048
+    assert read_json(run.emulation)["slower"] == 4
+    assert (run.checkpoints / "step00000003").is_dir()  # the real checkpoint code ran
+
+
+def test_many_devices_are_simulated_and_reported(tmp_path):
+    run = submit(tmp_path, "nodes=64", "ranks_per_node=8", "train.global_batch=1024")
+    found = measure(run)
+    assert found.hardware["simulated"]
+    assert found.world_size == 512
+    job = prepared("nodes=64", "ranks_per_node=8", "train.global_batch=1024")
+    assert found.step_seconds == pytest.approx(simulate_step(job.job.spec, job.machine).seconds)
+    submit(tmp_path, "nodes=1251", "ranks_per_node=8", "train.global_batch=10008", code=3)
+
+
+def test_a_model_of_ones_own_has_no_times(tmp_path):
+    job = parse_job(
+        "machine: {emulate: frontier}\nmodel: {module: m:f}\ndata: {module: m:g}\n"
+        "train: {steps: 1, global_batch: 8}\n"
+    )
+    ready = prepare(job, tmp_path)
+    with pytest.raises(UsageError, match=r"model\.module m:f is not known"):
+        emulation_table(ready.job.spec, ready.machine)
