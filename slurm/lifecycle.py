@@ -26,7 +26,7 @@ _PERMANENT = frozenset(
     {
         "UsageError", "SpecError", "ImpossibleError", "SchedulerError", "CheckpointError",
         "RankFailedError", "AssertionError", "AttributeError", "ImportError", "IndentationError",
-        "IndexError", "KeyError", "ModuleNotFoundError", "NameError", "NotImplementedError",
+        "IndexError", "KeyError", "ModuleNotFoundError", "NameError",
         "RecursionError", "SyntaxError", "TypeError", "UnboundLocalError", "ValueError",
         "ZeroDivisionError",
     }
