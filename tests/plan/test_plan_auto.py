@@ -83,6 +83,8 @@ def test_what_cannot_be_is_said():
     assert "nearest possible: about" in (caught.value.hint or "")
     with pytest.raises(UsageError, match=r"parallel.chunks: parallel.layout: auto works this out"):
         prepared("parallel.chunks=2")
+    with pytest.raises(UsageError, match=r"parallel.data: parallel.layout: auto works this out"):
+        prepared("parallel.data=4")
     with pytest.raises(UsageError, match="the planner knows no shape"):
         prepared("model={module: my.model:build}")
 
