@@ -29,7 +29,7 @@ _FIXED = ("tensor", "pipeline", "expert", "expert_tensor")
 """Degrees that a job may fix while the search chooses the rest."""
 _BESIDE = frozenset(
     {
-        *("layout", *_FIXED, "sharding", "recompute", "sequence", "schedule"),
+        *("layout", *_FIXED, "context", "sharding", "recompute", "sequence", "schedule"),
         *("overlap", "tensor_plan", "offload", "emulate", "prefetch", "dispatch"),
     }
 )
@@ -96,6 +96,8 @@ def space_of(spec: JobSpec) -> Space:
     for key in _FIXED:
         if key in given:
             fixed[key] = (getattr(parallel, key),)
+    if "context" in given:
+        fixed["context"] = (parallel.context.size,)
     if "sharding" in given:
         fixed["states"] = (parallel.sharding,)
     if "recompute" in given:

@@ -55,6 +55,9 @@ def test_what_a_job_gives_beside_it_stays():
     assert job.job.spec.train.micro_batch == 1
     assert job.job.source("parallel.tensor").kind == "set"
     assert prepared("parallel.pipeline=4").job.spec.parallel.pipeline == 4
+    shared = prepared("parallel.context=4").job.spec.parallel
+    assert (shared.context.size, shared.context.method) == (4, "ring")
+    assert shared.tensor * shared.pipeline * 4 * shared.data == 16
 
 
 def test_experts_are_spread_too():
