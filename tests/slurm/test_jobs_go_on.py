@@ -130,12 +130,9 @@ def test_a_run_goes_on_or_stops(
     cluster: SlurmCluster, runs: dict[str, RunDir], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     run, (_, expected, status) = runs[mode], WAYS[mode]
-
-    def over() -> bool:
-        state = run.read_state()
-        return state is not None and state.status == status
-
-    wait_for(over, run)
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    wait_for(lambda: look(run).status == status, run)
     if status != "finished":  # the ledger follows the ranks' last word
         wait_for(lambda: bool(run.read_restarts()), run)
     restarts, launches = run.read_restarts(), run.read_launches()
@@ -148,7 +145,4 @@ def test_a_run_goes_on_or_stops(
     same = [one.job_id == launches[0].job_id for one in launches[1:]]
     assert same == [mode != "successor"] * len(same)
     assert all(one.nodes.startswith("node") for one in restarts)
-    for name, value in cluster.env.items():
-        monkeypatch.setenv(name, value)
-    wait_for(lambda: look(run).status == status, run)
     assert look(run).restarted == sum(follows)
