@@ -17,6 +17,7 @@ from hpctrain.testing.jobs import make_run, start_run
 from hpctrain.testing.ranks import unavailable
 
 pytestmark = [
+    pytest.mark.whole,  # make life
     pytest.mark.mpi,
     pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""),
 ]

@@ -13,7 +13,7 @@ from life_tokens import make_tokens
 
 from hpctrain.testing.slurm import SlurmCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.network]
+pytestmark = [pytest.mark.whole, pytest.mark.slurm, pytest.mark.network]  # make life
 JOB = """\
 name: links
 nodes: 3

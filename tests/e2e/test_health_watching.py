@@ -14,6 +14,7 @@ from hpctrain.testing.jobs import run_job
 from hpctrain.testing.ranks import unavailable
 
 pytestmark = [
+    pytest.mark.whole,  # make life
     pytest.mark.mpi,
     pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""),
 ]
