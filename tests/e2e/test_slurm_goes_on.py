@@ -2,8 +2,8 @@
 on a real Slurm, and with the curve of a run that nobody disturbed, to the last bit.
 
 All runs live on one cluster at the same time: a requeued job waits for seconds, and the others
-use them. `make life` runs them all; in the suite tests/slurm/test_jobs_go_on.py has every way of ending
-with ranks that do nothing else.
+use them. `make life` runs them; in the suite tests/slurm/test_jobs_go_on.py has every way of
+ending, with ranks that do nothing else.
 """
 
 from __future__ import annotations
