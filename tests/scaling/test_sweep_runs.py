@@ -132,5 +132,11 @@ def test_points_of_one_shape_are_one_array_on_a_real_slurm(slurm_cluster, folder
         )
         done = call("sweep", "few.yaml", "--launcher", "slurm", "--yes")
         assert "1 run is left for when the queue has room" in done.stdout
+        # What Slurm refuses is failed, and resumed later; the others are submitted.
+        (folder / "refused.yaml").write_text("job: job.yaml\naxes: {slurm.reservation: [nosuch]}\n")
+        done = call("sweep", "refused.yaml", "--launcher", "slurm", "--yes", code=4)
+        assert "not submitted: sbatch" in done.stderr
+        rows = json.loads(call("sweep", "status", "refused", "--json").stdout)["runs"]
+        assert [row["status"] for row in rows] == ["failed"]
     finally:
         slurm_cluster.cancel_all()
