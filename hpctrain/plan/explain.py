@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.plan.inputs import Placement
+from hpctrain.plan.memory import activations, state_bytes
 from hpctrain.plan.plan import NODE_MTBF, STORAGE, STORAGE_LIMIT, Plan
 from hpctrain.plan.text import flops, seconds
 from hpctrain.units import format_bytes, format_count
@@ -102,6 +103,35 @@ def _memory(plan: Plan) -> Iterator[Explained]:
             ("attention kernel", work.kernel, plan.work.stack.title),
         ),
     )
+    kept = activations(work, strategy)
+    state = state_bytes(work, strategy)
+    rest = {
+        "logits": (
+            "b·s·V/t · bytes a logit at its fullest moment, on the last stage",
+            (("bytes a logit", f"{work.kept_logit_bytes:g}", work.stack.title),),
+        ),
+        "gathered": (
+            "block at work · bytes of gathered copies and their gradients, all blocks · bytes of "
+            "copies that stay, embedding and output layer",
+            (
+                ("of the block at work", f"{state.unit:g} bytes a parameter", states.parameters),
+                ("of every block", f"{state.block:g} bytes a parameter", states.parameters),
+                ("of the ends", f"{state.ends:g} bytes a parameter", states.parameters),
+            ),
+        ),
+        "buffers": (
+            "a received and a sent residual stream of b·s·h",
+            (("bytes", format_bytes(kept.buffers), _SPEC),),
+        ),
+        "context": (
+            "driver, communicators and workspaces of a process",
+            (("assumed", format_bytes(work.context_bytes), work.stack.title),),
+        ),
+    }
+    for name, (formula, used) in rest.items():
+        value = getattr(stage, name)
+        if value:
+            yield Explained(f"memory of {name}", format_bytes(value), formula, used)
     yield Explained(
         "memory that can be filled",
         format_bytes(plan.limit),
@@ -176,6 +206,30 @@ def _time(plan: Plan) -> Iterator[Explained]:
             "30 bytes a parameter that a rank updates / (bandwidth · reached)",
             (("reached", f"{values.memory:.1%}", fitted),),
         ),
+        "recompute": (
+            "forward passes that backward does again",
+            (("policy", plan.strategy.recompute, _SPEC),),
+        ),
+        "context parallel": (
+            "keys and values round a ring of c ranks, (c-1)/c of them over the links, less four "
+            "fifths of the attention that they hide behind; twice that backward",
+            (
+                ("ranks c", str(layout.cp), _SPEC),
+                ("reached", f"{values.link:.1%} of links, {values.network:.1%} of cards", fitted),
+            ),
+        ),
+        "expert parallel": (
+            "four all-to-alls of the routed tokens a block and micro-batch, if exposed",
+            (
+                ("experts a token", str(work.model.topk), _SPEC),
+                ("ranks", str(layout.ep), _SPEC),
+                ("hidden", f"{values.expert_overlap:.0%}", fitted),
+            ),
+        ),
+        "other": (
+            "what of a step belongs to no block",
+            (("fixed", seconds(values.step_seconds), fitted),),
+        ),
         "output layer": (
             "three products of b·s by h by V/t and the loss's passes over the logits",
             (("vocabulary", str(work.model.vocab), _SPEC),),
@@ -193,10 +247,32 @@ def _time(plan: Plan) -> Iterator[Explained]:
         "exp(±1.645·spread)",
         (("spread", f"{values.spread:.1%}", fitted),),
     )
+    tokens = f"{work.global_batch} · {work.sequence}"
+    yield Explained(
+        "speed",
+        f"{format_count(plan.tokens_per_second)} tokens/s",
+        "tokens of a step / its seconds",
+        (("tokens of a step", tokens, _SPEC),),
+    )
+    yield Explained(
+        "MFU",
+        f"{plan.utilisation:.1%}",
+        "tokens/s · model FLOPs a token / (devices · peak) (Chowdhery et al. 2022)",
+        (
+            ("devices", str(plan.devices), _SPEC),
+            (f"peak {work.dtype}", flops(peak), _SHEET),
+        ),
+    )
 
 
 def _run(plan: Plan) -> Iterator[Explained]:
     run, spec = plan.run, plan.spec
+    yield Explained(
+        "run",
+        f"{run.hours:.1f} hours, {format_count(run.node_hours)} node-hours",
+        "steps · seconds of a step, times the nodes",
+        (("steps", str(spec.train.steps), _SPEC), ("nodes", str(spec.nodes), _SPEC)),
+    )
     measured = plan.machine.measured
     node = measured.write_bandwidth if measured is not None else None
     yield Explained(
