@@ -22,6 +22,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -132,6 +133,37 @@ class TokenFile:
                 starts = (wanted[run] - first) * length
                 out[run] = row[starts[:, None] + np.arange(length + 1)]
         return out
+
+    def document_starts(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """Where the document of each input token begins: [samples, L] places in its sample.
+
+        0 where it began before the sample did.
+
+        Raises:
+            UsageError: the file does not say where documents begin.
+        """
+        wanted = np.asarray(indices, np.int64).reshape(-1, 1)
+        length = self.sequence_length
+        places = wanted * length + np.arange(length)
+        begins = self.document_bounds[:-1]
+        begins = begins[np.searchsorted(begins, places, side="right") - 1]
+        found: NDArray[np.int64] = np.maximum(begins - wanted * length, 0)
+        return found
+
+    @cached_property
+    def document_bounds(self) -> NDArray[np.int64]:
+        """Where each document begins, and where the last one ends; [documents + 1] tokens.
+
+        Raises:
+            UsageError: the file does not say.
+        """
+        with _open(self.path) as file:
+            if "documents" not in file:
+                raise UsageError(
+                    f"{self.path}: does not say where documents begin (no data set 'documents')",
+                    hint="hpctrain data tokenize writes it; or set data.documents: joined",
+                )
+            return np.asarray(file["documents"][:], np.int64)
 
     def slice(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens ``start`` to ``stop`` of the whole row."""

@@ -64,6 +64,7 @@ UNITS = {
     "parallel.dispatch.chunks": "parts",
     "parallel.dispatch.copies": "experts",
     "parallel.chunks": "stages",
+    "parallel.stream": "tokens",
     "parallel.stage_layers": "blocks",
     "parallel.prefetch": "blocks",
     "data.sequence_length": "tokens",

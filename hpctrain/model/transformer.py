@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.model.dropout import Dropout
+from hpctrain.model.linear_attention import LinearAttention
 from hpctrain.model.moe import MixtureOfExperts
+from hpctrain.model.stream import piecewise, streamed_loss
 from hpctrain.spec.transformer import TransformerDims
 
 
@@ -35,21 +37,60 @@ class Embedding(nn.Module):
         )
         self.dropout = Dropout(dims.dropout, "embedding")
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor,
+        keys: Tensor | None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         x_BSH = self.tokens(tokens_BS)
         if self.positions is not None:
-            x_BSH = x_BSH + self.positions(positions)
+            x_BSH = x_BSH + self.positions(places_in_documents(positions, starts))
         return self.dropout(x_BSH, keys, positions)  # type: ignore[no-any-return]
+
+
+def places_in_documents(positions: Tensor, starts: Tensor | None) -> Tensor:
+    """Place of each token in its document; ``positions`` themselves where there are no starts.
+
+    Args:
+        positions: (S,) int64 of the tokens at hand, in the whole sequence.
+        starts: (B, whole sequence) int64, place of the first token of each token's document.
+    """
+    return positions if starts is None else positions - starts[:, positions]
 
 
 class CausalAttention(nn.Module):
     """softmax(q·kᵀ/√D + causal mask)·v; a module so that another kind can take its place."""
 
-    def forward(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    def forward(
+        self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, starts_BS: Tensor | None = None
+    ) -> Tensor:
+        """Attention over whole sequences.
+
+        Args:
+            q_BNSD, k_BKSD, v_BKSD: K divides N.
+            starts_BS: place of the first token of each token's document; a token sees its own
+                document only. Without, a sequence is one document.
+        """
         grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped
-        )
+        if starts_BS is None:
+            return F.scaled_dot_product_attention(
+                q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped
+            )
+        samples = []
+        for sample, row in enumerate(starts_BS.cpu()):
+            _, lengths = torch.unique_consecutive(row, return_counts=True)
+            parts = [
+                torch.split(x[sample : sample + 1], lengths.tolist(), 2)
+                for x in (q_BNSD, k_BKSD, v_BKSD)
+            ]
+            documents = [
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+                for q, k, v in zip(*parts, strict=True)
+            ]
+            samples.append(torch.cat(documents, dim=2))
+        return torch.cat(samples)
 
 
 class Attention(nn.Module):
@@ -63,17 +104,20 @@ class Attention(nn.Module):
         self.query = nn.Linear(dims.hidden, dims.hidden, bias=dims.bias, **factory)
         self.key = nn.Linear(dims.hidden, kv, bias=dims.bias, **factory)
         self.value = nn.Linear(dims.hidden, kv, bias=dims.bias, **factory)
-        self.core = CausalAttention()
+        self.core: nn.Module = CausalAttention()
+        if dims.attention == "linear":
+            self.core = LinearAttention(dims.heads, dims.norm_eps)
         self.output = nn.Linear(dims.hidden, dims.hidden, bias=dims.bias, **factory)
 
-    def forward(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x_BSH: Tensor, positions: Tensor, starts: Tensor | None = None) -> Tensor:
         q_BSND = self.query(x_BSH).unflatten(-1, (-1, self.head_dim))
         k_BSKD = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
         if self.rope_theta is not None:
             q_BSND = rotate(q_BSND, positions, self.rope_theta)
             k_BSKD = rotate(k_BSKD, positions, self.rope_theta)
-        y_BNSD = self.core(q_BSND.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2))
+        q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BSND, k_BSKD, v_BSKD))
+        y_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, starts)
         return self.output(y_BNSD.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -142,13 +186,27 @@ class Block(nn.Module):
         self.ffn_norm = _norm(dims, **factory)
         self.ffn = _feed_forward(dims, index, **factory)
         self.ffn_dropout = Dropout(dims.dropout, f"layers.{index}.ffn")
+        self.piece: int | None = None
 
-    def forward(self, x_BSH: Tensor, positions: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Shapes: x (B, S, H); positions (S,) or (B, S); keys (B,), needed for dropout only."""
-        y_BSH = self.attention(self.attention_norm(x_BSH), positions)
+    def forward(
+        self,
+        x_BSH: Tensor,
+        positions: Tensor,
+        keys: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """Shapes: x (B, S, H); positions (S,) or (B, S); keys (B,), needed for dropout only;
+        starts (B, whole sequence), see :meth:`Transformer.forward`."""
+        y_BSH = self.attention(self.attention_norm(x_BSH), positions, starts)
         x_BSH = x_BSH + self.attention_dropout(y_BSH, keys, positions)
-        y_BSH = self.ffn(self.ffn_norm(x_BSH))
+        if self.piece is None:
+            y_BSH = self._feed_forward(x_BSH)
+        else:
+            y_BSH = piecewise(self._feed_forward, x_BSH, self.piece)
         return x_BSH + self.ffn_dropout(y_BSH, keys, positions)  # type: ignore[no-any-return]
+
+    def _feed_forward(self, x_BSH: Tensor) -> Tensor:
+        return self.ffn(self.ffn_norm(x_BSH))  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):
@@ -188,6 +246,7 @@ class Transformer(nn.Module):
         )
         # Where ranks hold slices of the residual stream, its length is not the sequence's.
         self.sequence_shards = 1
+        self._loss: tuple[Callable[[Tensor, Tensor], Tensor], int] | None = None
         self._tie()
 
     @property
@@ -202,9 +261,16 @@ class Transformer(nn.Module):
         return {}
 
     def forward(
-        self, inputs: Tensor, keys: Tensor | None = None, positions: Tensor | None = None
+        self,
+        inputs: Tensor,
+        keys: Tensor | None = None,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, V), or the residual stream (B, S, H) of a stage without a head.
+
+        After :meth:`stream` and with targets the mean loss, in place of logits.
 
         Args:
             inputs: tokens (B, S) int64, or (B, S, H) of the stage before.
@@ -212,6 +278,10 @@ class Transformer(nn.Module):
                 training with dropout.
             positions: (S,) or (B, S) int64, place of each token in its sequence; 0 … S−1
                 without.
+            starts: (B, whole sequence) int64, place of the first token of each token's document:
+                a token attends to its own document and learned positions count from its start.
+                Without, a sequence is one document.
+            targets: (B, S) int64.
 
         Raises:
             ValueError: dropout without keys.
@@ -221,10 +291,30 @@ class Transformer(nn.Module):
             positions = torch.arange(length, device=inputs.device)
         x = inputs
         if self.embedding is not None:
-            x = self.embedding(x, positions, keys)
+            x = self.embedding(x, positions, keys, starts)
         for block in self.layers.values():
-            x = block(x, positions, keys)
-        return x if self.head is None else self.forward_head(x)
+            x = block(x, positions, keys, starts)
+        if self.head is None:
+            return x
+        if targets is None:
+            return self.forward_head(x)
+        assert self.norm is not None and self._loss is not None, "stream() comes first"
+        loss, tokens = self._loss
+        return streamed_loss(self.norm(x), self.head, [self.head.weight], loss, targets, tokens)
+
+    def stream(self, tokens: int, token_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Let feed-forward networks and the output layer work on a piece at a time.
+
+        Args:
+            tokens: of each sequence in a piece.
+            token_loss: (logits, targets) -> mean loss.
+        """
+        self._loss = token_loss, tokens
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            # A router looks at whole sequences, and experts work on a few rows at a time anyway.
+            if isinstance(block.ffn, FeedForward):
+                block.piece = tokens
 
     def forward_head(self, x_BSH: Tensor) -> Tensor:
         """Last norm and output layer: logits (B, S, V)."""

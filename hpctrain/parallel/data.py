@@ -35,10 +35,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def replicate(
-    model: nn.Module, mesh: DeviceMesh, ignored: Iterable[str] = ()
-) -> DistributedDataParallel:
-    """DDP over a one-axis mesh; gradients are averaged in buckets while backward runs.
+REPLICA_AXES = ("dp_replicate", "cp")
+"""Ranks that hold the same parameters without sharding, and see different tokens."""
+SHARD_AXES = ("dp_shard", "cp")
+"""Ranks over which FSDP2 shards one copy: it makes no difference whose tokens a gradient is of."""
+SHARDS = "dp_shard_cp"
+"""Name of these axes taken together, in a mesh."""
+
+
+def replicate(model: nn.Module, group: Any, ignored: Iterable[str] = ()) -> DistributedDataParallel:
+    """DDP over a process group; gradients are averaged in buckets while backward runs.
 
     Parameters and buffers named in ``ignored`` are left to others.
 
@@ -52,7 +58,7 @@ def replicate(
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
         model,
-        process_group=mesh.get_group(),
+        process_group=group,
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )

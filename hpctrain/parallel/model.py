@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.optim.clip import Axes, global_norm, scale_gradients
+from hpctrain.parallel.data import SHARD_AXES, SHARDS
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.context import ContextGroups
     from hpctrain.parallel.pipeline import Pipeline
     from hpctrain.runtime.context import RankContext
 
@@ -84,11 +86,13 @@ class ParallelModel:
         token_loss: (logits of this rank, targets) -> mean cross entropy.
         expert_divisor: of the gradients of experts on a mesh of their own.
         pipeline: runs the chunks in a pipeline; None without one.
+        contexts: groups that share sequences; None without context parallelism.
     """
 
     token_loss: Callable[[Tensor, Tensor], Tensor]
     pipeline: Pipeline | None = None
     expert_divisor: float = 1.0
+    contexts: ContextGroups | None = None
 
     def __init__(
         self,
@@ -278,8 +282,9 @@ def _data_parallel_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], Axes]:
     names = mesh.mesh_dim_names
     assert names is not None
     sharded = tuple(
-        name
+        axis
         for name, placement in zip(names, placements, strict=True)
         if not placement.is_replicate()
+        for axis in (SHARD_AXES if name == SHARDS else (name,))
     )
     return tensor.to_local(), tuple(offsets), sharded

@@ -29,6 +29,7 @@ from hpctrain.optim.adamw import build_optimizer
 from hpctrain.optim.adamw8 import KEYS, AdamW8bit, block_rows
 from hpctrain.optim.muon import Muon
 from hpctrain.optim.shampoo import FACTORS, MOMENTS, Shampoo, block_keys
+from hpctrain.parallel.data import REPLICA_AXES
 from hpctrain.parallel.model import ParallelModel, Part, unwrapped
 from hpctrain.parallel.ragged import WHOLE, Piece, RaggedPlan, plan_ragged
 from hpctrain.runtime.hierarchical import all_gather_op
@@ -91,26 +92,27 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._block = train.optimizer.block
         self._pieces: dict[Tensor, Piece] = {}
         self._shards: dict[Tensor, Tensor] = {}
-        self._spread: dict[Tensor, str] = {}
+        self._spread: dict[Tensor, tuple[str, ...]] = {}
         self._exchanges: list[_Exchange] = []
         # Copies of experts may lie on other ranks than those of everything else.
         experts = [p for n, p in named if model.is_expert(n)]
         self.plan = self._lay_out(
-            [p for n, p in named if not model.is_expert(n)], "dp_replicate", sharded
+            [p for n, p in named if not model.is_expert(n)], REPLICA_AXES, sharded
         )
         if experts:
-            self._lay_out(experts, "edp", sharded)
+            self._lay_out(experts, ("edp",), sharded)
         self._inner = self._build(train)
         for optimizer in self._inner:
             for parameter, shard in self._shards.items():
                 if self._takes(optimizer, parameter):
                     self.state[parameter] = optimizer.state[shard]
 
-    def _lay_out(self, parameters: Sequence[Tensor], axis: str, sharded: bool) -> RaggedPlan:
-        """Plan who owns what of parameters whose copies lie along an axis, and keep our part."""
-        context = self._model.context
-        spread = sharded and context.size(axis) > 1
-        ranks, rank = (context.size(axis), context.coordinate(axis)) if spread else (1, 0)
+    def _lay_out(
+        self, parameters: Sequence[Tensor], axes: tuple[str, ...], sharded: bool
+    ) -> RaggedPlan:
+        """Plan who owns what of parameters whose copies lie along axes, and keep our part."""
+        copies = self._model.context.communicators.along(*axes) if sharded else None
+        ranks, rank = (1, 0) if copies is None else (copies.size, copies.place)
         plan = plan_ragged(
             [p.shape for p in parameters],
             ranks,
@@ -121,9 +123,9 @@ class BlockOptimizer(torch.optim.Optimizer):
             parameter = parameters[piece.tensor]
             self._pieces[parameter] = piece
             self._shards[parameter] = _rows(parameter.detach(), piece)
-        if spread:
-            self._spread |= dict.fromkeys(parameters, axis)
-            self._exchanges.append(_Exchange(plan, parameters, rank, self._model.group(axis)))
+        if copies is not None and ranks > 1:
+            self._spread |= dict.fromkeys(parameters, axes)
+            self._exchanges.append(_Exchange(plan, parameters, rank, copies.group))
         return plan
 
     def _block_rows(self, parameter: Tensor) -> int:
@@ -265,8 +267,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Where a state of an owned piece stands in the whole one."""
         cut = self._model.cut(name, parameter)
         piece = self._pieces[parameter]
-        axis = self._spread.get(parameter)
-        writes = self._model.writes(name, entry, spread=() if axis is None else (axis,))
+        axes = self._spread.get(parameter, ())
+        writes = self._model.writes(name, entry, spread=axes)
         if value.dim() == 0:
             first = piece.start == 0 and not any(cut.offsets)
             return Part(entry, value.detach(), (), (), writes and first)

@@ -2,7 +2,8 @@
 
 1. build what this rank runs, on the meta device (a user's own model: whole, with its weights):
    the model, or its stages in a pipeline;
-2. tensor and sequence parallelism cut each layer, expert parallelism the layers of experts;
+2. tensor and sequence parallelism cut each layer, expert parallelism the layers of experts, and
+   attention and routers reach the tokens of other context-parallel ranks;
 3. layers learn to leave their weight gradient for later, to sleep, to be computed again;
 4. data parallelism: FSDP2 shards what is left a block at a time, or DDP replicates it (in a
    pipeline its executor reduces gradients instead of DDP); across nodes either goes in two levels
@@ -16,6 +17,7 @@ them, and no rank ever holds more than its part.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -24,7 +26,15 @@ from hpctrain.model.build import build_model
 from hpctrain.model.init import init_parameters
 from hpctrain.model.moe_experts import Experts
 from hpctrain.model.transformer import Transformer, next_token_loss
-from hpctrain.parallel.data import replicate, shard, through_dispatcher
+from hpctrain.parallel.context import context_groups, share_sequence
+from hpctrain.parallel.data import (
+    REPLICA_AXES,
+    SHARD_AXES,
+    SHARDS,
+    replicate,
+    shard,
+    through_dispatcher,
+)
 from hpctrain.parallel.emulate import Passes, emulate
 from hpctrain.parallel.expert import (
     Place,
@@ -52,6 +62,8 @@ from hpctrain.runtime.gradients import replicate_in_levels, shard_in_levels
 from hpctrain.schedule.job import plan_pipeline
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from hpctrain.runtime.context import RankContext
     from hpctrain.spec.job import JobSpec
 
@@ -73,6 +85,7 @@ def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = Non
         passes = Passes(spec.parallel.emulate, spec.parallel.emulate, spec.parallel.emulate)
     store = WeightGrads() if schedule is not None and schedule.split_backward else None
     group = _tensor_group(spec, context, store)
+    contexts = context_groups(spec, context)
     own = spec.model.module is not None
     rank = context.coordinate("pp")
     cuts: dict[str, Cut] = {}
@@ -91,17 +104,27 @@ def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = Non
         if schedule is not None:
             stages = transformer_stages(spec, schedule, rank)
             wire = wire_of(spec, schedule, group)
-        if group is not None:
-            for module in stages.modules:
-                assert isinstance(module, Transformer)
+        for module in stages.modules:
+            assert isinstance(module, Transformer)
+            if group is not None:
                 cuts |= cut_transformer(module, group)
         if folded:
             cuts |= _fold_experts(stages, spec, context, group)
+        if contexts is not None:
+            for module in stages.modules:
+                share_sequence(module, contexts)
         if schedule is not None and schedule.vocabulary:
             cuts |= spread_vocabulary(stages, spec.model.transformer(), schedule, rank, group)
         elif schedule is not None:
             lend_embedding(stages, schedule, rank)
+    token_loss: Callable[[Tensor, Tensor], Tensor] = next_token_loss
+    if group is not None and not own:
+        first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
+        token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
     for module in stages.modules:
+        if spec.parallel.stream is not None:
+            assert isinstance(module, Transformer), "check() has refused others"
+            module.stream(spec.parallel.stream, token_loss)
         if store is not None:
             split_linears(module, store)
             for experts in module.modules():
@@ -119,20 +142,18 @@ def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = Non
         _draw_weights(parallel, spec.train.seed)
         _scale_balance_losses(parallel, spec)
     if schedule is None and folded and not sharded:
-        parallel.expert_divisor = context.size("dp")
-    if schedule is None and not sharded and context.size("dp_replicate") > 1:
+        parallel.expert_divisor = context.size("dp") * context.size("cp")
+    copies = context.communicators.along(*REPLICA_AXES)
+    if schedule is None and not sharded and copies.size > 1:
         ignored = [name for name, _ in modules[0].named_buffers() if ".router." in name]
         ignored += [n for n, _ in modules[0].named_parameters() if parallel.is_expert(n)]
-        replicated = replicate(modules[0], context.mesh["dp_replicate"], ignored)
-        replicate_in_levels(replicated, context.communicators.prepare("dp_replicate"))
+        replicated = replicate(modules[0], copies.group, ignored)
+        replicate_in_levels(replicated, context.communicators.prepare(*REPLICA_AXES))
         parallel.chunks[0] = replicated
         if context.communicators.counter.links is not None:
             through_dispatcher(replicated)
-    if group is not None and not own:
-        first, _ = share(spec.model.transformer().vocab_size, group.size, group.rank)
-        parallel.token_loss = functools.partial(parallel_cross_entropy, first=first, group=group)
-    else:
-        parallel.token_loss = next_token_loss
+    parallel.token_loss = token_loss
+    parallel.contexts = contexts
     if schedule is not None:
         assert wire is not None
         parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, group, store)
@@ -163,30 +184,54 @@ def _scale_balance_losses(parallel: ParallelModel, spec: JobSpec) -> None:
     """Give the routers' losses the factor that the loss of a micro-batch has in backward."""
     train, context = spec.train, parallel.context
     assert isinstance(train.micro_batch, int)
-    scale = train.micro_batch * context.size("dp") / train.global_batch
+    scale = train.micro_batch * context.size("dp") * context.size("cp") / train.global_batch
     if spec.parallel.pipeline > 1 and not spec.parallel.fsdp:
-        scale /= context.size("dp_replicate")
+        scale /= context.communicators.along(*REPLICA_AXES).size
     for _, router in routers([unwrapped(chunk) for chunk in parallel.chunks]):
         router.loss_scale = scale
 
 
 def _shard(model: nn.Module, spec: JobSpec, context: RankContext, folded: bool) -> nn.Module:
     pipeline = spec.parallel.pipeline > 1
-    axes = ("dp_replicate", "dp_shard") if context.size("dp_replicate") > 1 else ("dp_shard",)
     sharded = shard(
         model,
-        context.mesh[axes],
+        _shard_mesh(context),
         spec.train.precision,
         # In a pipeline the schedule says when parameters are let go.
         reshard_after_forward=spec.parallel.sharding == "zero3" and not pipeline,
         prefetch=0 if pipeline else spec.parallel.prefetch,
-        experts=(context.communicators.expert_mesh["edp"], float(context.size("dp")))
+        experts=(
+            context.communicators.expert_mesh["edp"],
+            float(context.size("dp") * context.size("cp")),
+        )
         if folded
         else None,
     )
-    if context.size("dp_shard") > 1:
-        shard_in_levels(sharded, context.communicators.prepare("dp_shard"))
+    if context.communicators.along(*SHARD_AXES).size > 1:
+        shard_in_levels(sharded, context.communicators.prepare(*SHARD_AXES))
     return sharded
+
+
+def _shard_mesh(context: RankContext) -> DeviceMesh:
+    """The ranks that shard one copy of a stage, and before them those that hold other copies."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    replicas = context.size("dp_replicate")
+    if context.size("cp") == 1:
+        return context.mesh[("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)]
+    shards = context.communicators.along(*SHARD_AXES)
+    kind = context.device.type
+    if replicas == 1:
+        return DeviceMesh.from_group(shards.group, kind, mesh_dim_names=(SHARDS,))
+    at = context.grid.coordinates(context.rank)
+    ranks = context.grid.rank_array(("dp_replicate", "pp", "tp", *SHARD_AXES))
+    ranks = ranks[:, at["pp"], at["tp"]].reshape(replicas, -1)
+    return DeviceMesh.from_group(
+        [context.mesh["dp_replicate"].get_group(), shards.group],
+        kind,
+        mesh=ranks.tolist(),
+        mesh_dim_names=("dp_replicate", SHARDS),
+    )
 
 
 def _tensor_group(

@@ -77,8 +77,8 @@ class Pipeline:
         schedule: with transfers.
         rank: of this process in the pipeline.
         modules: its chunks, as wrapped for data parallelism.
-        call: (module, input, dropout keys) -> output.
-        loss: (output of the last stage, batch) -> mean loss.
+        call: (module, input, dropout keys, micro-batch) -> output.
+        loss: (output of the last stage, micro-batch) -> mean loss.
         wire: form of what passes between stages.
         exchange: messages.
         gradients: of each chunk over the data-parallel ranks.
@@ -100,8 +100,8 @@ class Pipeline:
         rank: int,
         modules: Sequence[nn.Module],
         *,
-        call: Callable[[nn.Module, Tensor, Tensor], Tensor],
-        loss: Callable[[Tensor, Any], Tensor],
+        call: Callable[[nn.Module, Tensor, Tensor, MicroBatch], Tensor],
+        loss: Callable[[Tensor, MicroBatch], Tensor],
         wire: Wire,
         exchange: Exchange,
         gradients: Sequence[ChunkGradients],
@@ -254,9 +254,10 @@ class Pipeline:
         if cell in self._offloaded:
             live.shelf = Shelf(self._copy_stream)
         with self._timed(action), self._saving(live), self._compute():
-            output = self.call(self._module(action), source, self._keys[j])
+            micro = self._micro_batches[j]
+            output = self.call(self._module(action), source, self._keys[j], micro)
             if stage == self._last and self.vocabulary is None:
-                loss = self.loss(output, self._micro_batches[j].batch)
+                loss = self.loss(output, micro)
                 self._total += loss.detach() / self.schedule.micro_batches
                 output = loss * self._scale
         live.edge, live.dtype = get_gradient_edge(output), output.dtype

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.model.transformer import Transformer
+from hpctrain.parallel.data import REPLICA_AXES
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.pipeline_exchange import Exchange
 from hpctrain.parallel.pipeline_gradients import (
@@ -31,6 +32,7 @@ from hpctrain.schedule.job import stage_layers
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+    from hpctrain.parallel.batch import MicroBatch
     from hpctrain.parallel.model import ParallelModel
     from hpctrain.parallel.regions import TensorGroup
     from hpctrain.parallel.split_backward import WeightGrads
@@ -88,10 +90,9 @@ def build_pipeline(
     context = parallel.context
     rank = context.coordinate("pp")
     sharded = spec.parallel.fsdp
-    replicas = context.size("dp_replicate")
-    group = None
-    if not sharded and replicas > 1:
-        group = context.mesh["dp_replicate"].get_group()
+    copies = context.communicators.along(*REPLICA_AXES)
+    replicas = copies.size
+    group = copies.group if not sharded and replicas > 1 else None
     gradients: list[ChunkGradients] = [
         Sharded(cast("FSDPModule", chunk))
         if sharded
@@ -116,12 +117,18 @@ def build_pipeline(
             scale / schedule.micro_batches,
         )
     token_loss = parallel.token_loss
+    streams = spec.parallel.stream is not None
+
+    def loss(output: Tensor, micro: MicroBatch) -> Tensor:
+        mean = output if streams else token_loss(output, micro.batch[1])
+        return mean * micro.weight
+
     return Pipeline(
         schedule,
         rank,
         parallel.chunks,
-        call=_call_own if own else _call,
-        loss=lambda output, batch: token_loss(output, batch[1]),
+        call=_call_own if own else _call_streamed if streams else _call,
+        loss=loss,
         wire=wire,
         exchange=Exchange(context.mesh["pp"].get_group(), context.device, _waiting(context)),
         gradients=gradients,
@@ -134,11 +141,16 @@ def build_pipeline(
     )
 
 
-def _call(module: nn.Module, source: Tensor, keys: Tensor) -> Tensor:
-    return module(source, keys)  # type: ignore[no-any-return]
+def _call(module: nn.Module, source: Tensor, keys: Tensor, micro: MicroBatch) -> Tensor:
+    return module(source, keys, micro.positions, micro.starts)  # type: ignore[no-any-return]
 
 
-def _call_own(module: nn.Module, source: Tensor, _keys: Tensor) -> Tensor:
+def _call_streamed(module: nn.Module, source: Tensor, keys: Tensor, micro: MicroBatch) -> Tensor:
+    targets = micro.batch[1]  # a stage without output layer has no use for them
+    return module(source, keys, micro.positions, micro.starts, targets)  # type: ignore[no-any-return]
+
+
+def _call_own(module: nn.Module, source: Tensor, _keys: Tensor, _micro: MicroBatch) -> Tensor:
     return module(source)  # type: ignore[no-any-return]
 
 

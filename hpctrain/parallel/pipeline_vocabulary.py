@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpctrain.errors import ImpossibleError
-from hpctrain.model.transformer import Embedding, Transformer
+from hpctrain.model.transformer import Embedding, Transformer, places_in_documents
 from hpctrain.parallel.model import Cut
 from hpctrain.parallel.regions import TensorGroup, share
 from hpctrain.parallel.split_backward import add_weight_grad
@@ -111,10 +111,17 @@ class _SummedEmbedding(Embedding):
 
     group: TensorGroup
 
-    def forward(self, x_BSH: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_BSH: Tensor,
+        positions: Tensor,
+        keys: Tensor | None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         x_BSH = self.group.leave(x_BSH)
         if self.positions is not None:
-            x_BSH = x_BSH + self.positions(slice_of(positions, self.group))
+            rows = places_in_documents(positions, starts)
+            x_BSH = x_BSH + self.positions(slice_of(rows, self.group))
         return self.dropout(x_BSH, keys, positions)  # type: ignore[no-any-return]
 
 

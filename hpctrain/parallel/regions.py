@@ -150,3 +150,40 @@ def share(total: int, size: int, rank: int) -> tuple[int, int]:
     each, rest = divmod(total, size)
     first = rank * each + min(rank, rest)
     return first, first + each + (rank < rest)
+
+
+class Heads:
+    """Which heads a rank computes.
+
+    Heads go to ranks in whole key-value groups where there are enough of them; where there are
+    fewer key-value heads than ranks, query heads are shared out and each rank needs some of the
+    key-value heads. What does not divide is shared unevenly.
+
+    Args:
+        heads, kv_heads: of the whole layer.
+        size, rank: of the group.
+
+    Attributes:
+        query: range of the rank's query heads.
+        kv: range of the key-value heads they need.
+        shared: key-value heads are fewer than ranks.
+        uneven: for each query head its key-value head within ``kv``, where these do not pair in
+            runs of equal length; else None.
+
+    Raises:
+        ValueError: fewer query heads than ranks.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, size: int, rank: int) -> None:
+        repeat = heads // kv_heads
+        self.shared = kv_heads < size
+        if self.shared:
+            self.query = share(heads, size, rank)
+            self.kv = (self.query[0] // repeat, (self.query[1] - 1) // repeat + 1)
+        else:
+            self.kv = share(kv_heads, size, rank)
+            self.query = (self.kv[0] * repeat, self.kv[1] * repeat)
+        wanted = [head // repeat - self.kv[0] for head in range(*self.query)]
+        each, rest = divmod(len(wanted), self.kv[1] - self.kv[0])
+        regular = None if rest else [i // each for i in range(len(wanted))]
+        self.uneven = None if regular == wanted else wanted

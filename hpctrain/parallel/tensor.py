@@ -25,8 +25,17 @@ from torch import Tensor, nn
 
 from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.model.dropout import Dropout
+from hpctrain.model.linear_attention import LinearAttention
 from hpctrain.model.moe import MixtureOfExperts
-from hpctrain.model.transformer import Attention, Block, Embedding, FeedForward, Transformer, rotate
+from hpctrain.model.transformer import (
+    Attention,
+    Block,
+    Embedding,
+    FeedForward,
+    Transformer,
+    places_in_documents,
+    rotate,
+)
 from hpctrain.parallel.linear import (
     ColumnLinear,
     RowLinear,
@@ -35,7 +44,7 @@ from hpctrain.parallel.linear import (
     row_partial,
 )
 from hpctrain.parallel.model import Cut
-from hpctrain.parallel.regions import TensorGroup, share
+from hpctrain.parallel.regions import Heads, TensorGroup, share
 from hpctrain.parallel.vocabulary import parallel_embedding
 from hpctrain.spec.transformer import TransformerDims
 
@@ -57,28 +66,6 @@ def check_dims(dims: TransformerDims, size: int) -> None:
             )
 
 
-class Heads:
-    """Which heads a rank computes.
-
-    Attributes:
-        query: range of its query heads.
-        kv: range of the key-value heads they need.
-        shared: key-value heads are fewer than ranks: their weights stay whole everywhere.
-        kv_of_query: for each query head, its key-value head within ``kv``.
-    """
-
-    def __init__(self, dims: TransformerDims, size: int, rank: int) -> None:
-        repeat = dims.heads // dims.kv_heads
-        self.shared = dims.kv_heads < size
-        if self.shared:
-            self.query = share(dims.heads, size, rank)
-            self.kv = (self.query[0] // repeat, (self.query[1] - 1) // repeat + 1)
-        else:
-            self.kv = share(dims.kv_heads, size, rank)
-            self.query = (self.kv[0] * repeat, self.kv[1] * repeat)
-        self.kv_of_query = [head // repeat - self.kv[0] for head in range(*self.query)]
-
-
 def cut_transformer(model: Transformer, group: TensorGroup) -> dict[str, Cut]:
     """Make a whole model or a stage on the meta device this rank's part of it, in place.
 
@@ -91,7 +78,7 @@ def cut_transformer(model: Transformer, group: TensorGroup) -> dict[str, Cut]:
     dims = model.dims
     check_dims(dims, group.size)
     cuts: dict[str, Cut] = {}
-    heads = Heads(dims, group.size, group.rank)
+    heads = Heads(dims.heads, dims.kv_heads, group.size, group.rank)
     for index, block in model.layers.items():
         assert isinstance(block, Block)
         name = f"layers.{index}"
@@ -135,9 +122,8 @@ class ParallelAttention(Attention):
     def set_up(self, group: TensorGroup, heads: Heads) -> None:
         self.group = group
         self.heads = heads
-        repeat, rest = divmod(len(heads.kv_of_query), heads.kv[1] - heads.kv[0])
-        regular = [i // repeat for i in range(len(heads.kv_of_query))] if not rest else []
-        self._uneven = None if regular == heads.kv_of_query else heads.kv_of_query
+        if isinstance(self.core, LinearAttention):
+            self.core.select(*heads.query)
 
     def _layers(self) -> list[tuple[Tensor, Tensor | None]]:
         layers: list[tuple[Tensor, Tensor | None]] = [(self.query.weight, self.query.bias)]
@@ -150,11 +136,11 @@ class ParallelAttention(Attention):
             layers.append((weight, bias))
         return layers
 
-    def forward(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
-        y_BSF = self.inner(x_BSH, positions)
+    def forward(self, x_BSH: Tensor, positions: Tensor, starts: Tensor | None = None) -> Tensor:
+        y_BSF = self.inner(x_BSH, positions, starts)
         return row_linear(y_BSF, self.output.weight, self.output.bias, self.group)
 
-    def inner(self, x_BSH: Tensor, positions: Tensor) -> Tensor:
+    def inner(self, x_BSH: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
         """What the output projection takes: this rank's heads, (B, S, F)."""
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
@@ -163,9 +149,9 @@ class ParallelAttention(Attention):
         if self.rope_theta is not None:
             q = rotate(q, positions, self.rope_theta)
             k = rotate(k, positions, self.rope_theta)
-        if self._uneven is not None:
-            k, v = k[:, :, self._uneven], v[:, :, self._uneven]
-        y_BNSD = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        if self.heads.uneven is not None:
+            k, v = k[:, :, self.heads.uneven], v[:, :, self.heads.uneven]
+        y_BNSD = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), starts)
         return y_BNSD.transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
 
@@ -200,18 +186,25 @@ class OverlappedBlock(Block):
 
     group: TensorGroup
 
-    def forward(self, x_BSH: Tensor, positions: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSH: Tensor,
+        positions: Tensor,
+        keys: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         if x_BSH.shape[0] < 2:
-            return super().forward(x_BSH, positions, keys)
+            return super().forward(x_BSH, positions, keys, starts)
         halves = x_BSH.chunk(2)
+        starts_of = (None, None) if starts is None else starts.chunk(2)
         keys_of = (None, None) if keys is None else keys.chunk(2)
         places = positions.chunk(2) if positions.dim() == 2 else (positions, positions)
         attention, ffn, group = self.attention, self.ffn, self.group
         assert isinstance(attention, ParallelAttention)
         assert isinstance(ffn, ParallelFeedForward)
         begun = []
-        for x, place in zip(halves, places, strict=True):
-            y = attention.inner(self.attention_norm(x), place)
+        for x, place, start in zip(halves, places, starts_of, strict=True):
+            y = attention.inner(self.attention_norm(x), place, start)
             begun.append(group.start_leave(row_partial(y, attention.output.weight, group)))
         middle, ends = [], []
         for x, key, place, finish in zip(halves, keys_of, places, begun, strict=True):
@@ -237,10 +230,17 @@ class ParallelEmbedding(Embedding):
         self.group = group
         self.first = first
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor,
+        keys: Tensor | None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         x_BSH = parallel_embedding(tokens_BS, self.tokens.weight, self.first, self.group)
         if self.positions is not None:
-            x_BSH = x_BSH + self.positions(slice_of(positions, self.group))
+            rows = places_in_documents(positions, starts)
+            x_BSH = x_BSH + self.positions(slice_of(rows, self.group))
         return self.dropout(x_BSH, keys, positions)  # type: ignore[no-any-return]
 
 

@@ -66,6 +66,10 @@ class Strategy:
             input) or ``stage`` (all blocks of a stage from the stage's input).
         sequence_parallel: norms and residuals are split over the tensor-parallel group.
         order: dense axes, outermost first, as ranks are numbered.
+        exchange: of the context-parallel ranks, neighbours that exchange heads; the ring is
+            between them.
+        stream: tokens of a rank's part of each sequence whose logits and channels exist at once;
+            all where None.
     """
 
     layout: ParallelLayout
@@ -76,6 +80,8 @@ class Strategy:
     recompute: str = "none"
     sequence_parallel: bool = False
     order: tuple[str, ...] = DEFAULT_ORDER
+    exchange: int = 1
+    stream: int | None = None
 
     @property
     def optimizer_ranks(self) -> int:

@@ -160,4 +160,6 @@ def strategy_of(spec: JobSpec) -> Strategy:
         recompute=RECOMPUTE[parallel.recompute],
         sequence_parallel=spec.parallel.sequence and layout.tp > 1,
         order=DEFAULT_ORDER,
+        exchange=spec.sequence_split().inner,
+        stream=parallel.stream,
     )

@@ -157,12 +157,21 @@ def layer_time(
             # inputs are gathered once more for weight gradients, beside a product
             backward.tp += 2.0 * one * 0.5 * (1.0 - hidden)
 
-    # Context parallelism: keys and values travel the ring behind the attention of the last block.
+    # Context parallelism: keys and values travel the ring behind the attention of the last block;
+    # heads are exchanged before and after attention.
     if cp > 1:
+        near, ring = plan.exchange, cp // plan.exchange
         kv = 4.0 * tokens * model.kv_heads * model.head_dim / tp
-        ring = wires.gather(kv * cp, wires.group((cp, strides["cp"])))
-        forward.cp = max(0.0, ring - 0.8 * forward.attention)
-        backward.cp = max(0.0, 2.0 * ring - 0.8 * backward.attention)
+        ring_time = 0.0
+        if ring > 1:
+            ring_time = wires.gather(kv * ring, wires.group((ring, strides["cp"] * near)))
+        forward.cp = max(0.0, ring_time - 0.8 * forward.attention)
+        backward.cp = max(0.0, 2.0 * ring_time - 0.8 * backward.attention)
+        if near > 1:
+            handed = 2.0 * tokens * exchanged_heads(model.heads / tp, model.kv_heads / tp, near)
+            swap = wires.all_to_all(handed * model.head_dim, wires.group((near, strides["cp"])))
+            forward.cp += swap
+            backward.cp += swap
 
     recompute = Seconds()
     if plan.recompute in ("full", "stage"):
@@ -175,6 +184,12 @@ def layer_time(
         recompute.elementwise = share * forward.elementwise
     total = forward.total + backward.total + recompute.total
     return LayerTime(forward, backward, recompute, weights, total)
+
+
+def exchanged_heads(heads: float, kv_heads: float, ranks: int) -> float:
+    """Heads of a token that a rank hands over before attention (queries, keys, values) and after
+    it; a key-value head goes to every rank that needs it."""
+    return 2.0 * heads + 2.0 * max(kv_heads, float(ranks))
 
 
 def _experts(

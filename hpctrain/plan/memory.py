@@ -134,7 +134,8 @@ def activations(work: Workload, plan: Strategy) -> Activations:
         ffn = model.ffn_hidden * model.topk + model.shared_ffn
         inner += (half + each) * model.hidden * model.topk  # routed copies, in and out
     tensors = work.stack.gated_tensors if model.gated else 2
-    inner += ffn * (each * (tensors - 1) + (0.0 if again else half))
+    if plan.stream is None:  # else backward computes the network again, a piece at a time
+        inner += ffn * (each * (tensors - 1) + (0.0 if again else half))
     if again:
         inner *= 1.0 - work.stack.selective_share  # products that run again leave no output
     if work.on_host:
@@ -156,11 +157,14 @@ def activations(work: Workload, plan: Strategy) -> Activations:
         kept = whole
     else:
         kept = whole + scores
-    logits = tokens * model.vocab * work.kept_logit_bytes
+    at_once = tokens
+    if plan.stream is not None:
+        at_once = min(tokens, float(plan.micro_batch * plan.stream * split))
+    logits = at_once * model.vocab * work.kept_logit_bytes
     if work.loss_is_parallel:
         logits /= tp
     elif tp > 1:
-        logits += tokens * model.vocab * _GATHERED_LOGIT
+        logits += at_once * model.vocab * _GATHERED_LOGIT
     buffers = 2 * each * tokens * model.hidden / split if layout.pp > 1 else 0.0
     return Activations(kept, live, logits, buffers, chunk, live_block)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hpctrain.fabric import Traffic
 from hpctrain.plan.inputs import Placement, Strategy, Workload
+from hpctrain.plan.layer import exchanged_heads
 from hpctrain.plan.memory import counts
 from hpctrain.plan.steptime import StepModel
 
@@ -77,23 +78,29 @@ def _tensor(work: Workload, plan: Strategy) -> list[Volume]:
 
 def _context(work: Workload, plan: Strategy) -> list[Volume]:
     """Context parallelism: keys and values round the ring in forward, and again in backward with
-    the sums of their gradients in fp32 behind them (Liu et al. 2023)."""
+    the sums of their gradients in fp32 behind them (Liu et al. 2023); and heads exchanged for
+    tokens before and after attention (Jacobs et al. 2023)."""
     layout, model = plan.layout, work.model
+    inner = plan.exchange
+    ring = layout.cp // inner
     if layout.cp == 1:
         return []
-    m, layers, hops = work.micro_batches(plan), max(StepModel(work).layers_of(plan)), layout.cp - 1
     each = 4.0 if work.dtype == "fp32" else 2.0
-    block = 2.0 * plan.micro_batch * work.sequence / layout.cp
-    block *= model.kv_heads * model.head_dim / layout.tp
+    m, layers = work.micro_batches(plan), max(StepModel(work).layers_of(plan))
+    tokens = plan.micro_batch * work.sequence / layout.cp
+    heads, kv = model.heads / layout.tp, max(1.0, model.kv_heads / layout.tp)
     rounds = 2 + (1 if plan.recompute in ("full", "stage") else 0)
-    return [
-        Volume(
-            ("cp",),
-            "chain",
-            m * layers * hops * block * (rounds * each + 4.0),
-            m * layers * hops * (rounds + 1),
-        )
-    ]
+    found = []
+    if ring > 1:
+        block = 2.0 * tokens * inner * max(1.0, kv / inner) * model.head_dim
+        hops = m * layers * (ring - 1)
+        size = hops * block * (rounds * each + 4.0)
+        found.append(Volume(("cp",), "chain", size, hops * (rounds + 1)))
+    if inner > 1:
+        calls = 2 * m * layers * rounds
+        handed = each * tokens * exchanged_heads(heads, kv, inner) * model.head_dim
+        found.append(Volume(("cp",), "all_to_all", calls / 2 * handed, calls))
+    return found
 
 
 def _experts(work: Workload, plan: Strategy) -> list[Volume]:

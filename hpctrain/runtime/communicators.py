@@ -146,6 +146,7 @@ class Communicators:
         self.counter = counter
         self.costs: list[GroupCost] = []
         self._made: dict[str, Communicator] = {}
+        self._halves: dict[tuple[str, int], tuple[Any, Any]] = {}
         self._rank = comm.rank
         default = dist.group.WORLD
         assert default is not None, "init_process_group comes first"
@@ -175,6 +176,29 @@ class Communicators:
             may_share = len(names) < 2 and not set(names) - set(DENSE_AXES)
             self._made[name] = self._communicator(name, rows, share=may_share)
         return self._made[name]
+
+    def halves(self, axis: str, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """An axis cut in two: groups of ``inner`` neighbours, and of those with equal place.
+
+        Every rank of the job has to come here. Both count under the axis.
+
+        Returns:
+            The group between, and the one of neighbours.
+        """
+        if (axis, inner) not in self._halves:
+            whole = self.along(axis)
+            if inner in (1, whole.size):
+                pair = (whole.group, self._alone)
+                self._halves[axis, inner] = pair if inner == 1 else pair[::-1]
+            else:
+                rows = self.grid.groups(axis).tolist()
+                near = [row[i : i + inner] for row in rows for i in range(0, len(row), inner)]
+                far = [row[i::inner] for row in rows for i in range(inner)]
+                self._halves[axis, inner] = (
+                    self.make_groups(axis, far),
+                    self.make_groups(axis, near),
+                )
+        return self._halves[axis, inner]
 
     @property
     def world(self) -> Communicator:

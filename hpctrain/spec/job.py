@@ -44,6 +44,7 @@ from hpctrain.spec.fields import (
     show,
 )
 from hpctrain.spec.moe import DispatchSpec, MoeSpec
+from hpctrain.spec.sequence import SequenceSplit
 from hpctrain.spec.transformer import TransformerDims
 from hpctrain.spec.yaml_tree import plain
 
@@ -94,6 +95,11 @@ class ModelSpec(Section):
     )
     max_positions: OptionalCount = Field(
         None, description="Longest sequence, in tokens. [data.sequence_length]"
+    )
+    attention: Annotated[Literal["softmax", "linear"], Plain] = Field(
+        "softmax",
+        description="softmax over all earlier tokens; or linear: a decaying state a head, whose "
+        "work and memory grow with the sequence and not with its square.",
     )
     position: Annotated[Literal["learned", "rotary", "none"], Plain] = Field(
         "learned", description="How positions enter: a learned table, rotary embedding, or not."
@@ -148,6 +154,11 @@ class ModelSpec(Section):
                 f"rotary positions need an even head size; {self.hidden} / {self.heads} = "
                 f"{self.hidden // self.heads}"
             )
+        if self.position == "rotary" and self.attention == "linear":
+            raise ValueError(
+                "attention: linear takes position: learned or none; its features are positive, "
+                "which rotation would undo"
+            )
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads do not divide into {self.kv_heads} kv_heads")
         if self.moe.experts and self.moe.dense_layers >= (self.layers or 0):
@@ -175,6 +186,7 @@ class ModelSpec(Section):
             ffn_hidden=self.ffn_hidden or default_ffn_hidden(self.hidden, self.activation),
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
+            attention=self.attention,
             position=self.position,
             norm=self.norm,
             activation=self.activation,
@@ -238,6 +250,30 @@ class PipelineScheduleSpec(Section):
     )
 
 
+class ContextSpec(Section):
+    """How ranks share the sequence."""
+
+    scalar_key: ClassVar[str | None] = "size"
+
+    size: Count = Field(1, description="Ranks that share each sequence.")
+    method: Annotated[Literal["ring", "ulysses", "two-level"], Plain] = Field(
+        "ring",
+        description="How attention reaches the tokens of other ranks: keys and values travel "
+        "round a ring; ranks exchange sequence for heads (ulysses); or neighbours exchange heads "
+        "and the ring is between them.",
+    )
+    inner: AutoCount = Field(
+        "auto",
+        description="two-level: ranks that exchange heads with each other; auto: as many as fit "
+        "a node and the heads.",
+    )
+    both_ways: Boolean = Field(
+        False,
+        description="ring, two-level: blocks come from both neighbours, so that a link carries "
+        "half as much in each direction.",
+    )
+
+
 class ParallelSpec(Section):
     """How the ranks share the work; the product of the axes is the number of ranks."""
 
@@ -265,6 +301,10 @@ class ParallelSpec(Section):
         default_factory=lambda: TensorPlanSpec(),
         description="Which linears of your own model tensor parallelism cuts.",
     )
+    context: ContextSpec = Field(
+        default_factory=lambda: ContextSpec(),
+        description="Ranks that share each sequence; a number is their count.",
+    )
     pipeline: Count = Field(
         1, description="Ranks that the layers are laid over, one stage or more on each."
     )
@@ -284,6 +324,12 @@ class ParallelSpec(Section):
         "none",
         description="What backward computes anew instead of keeping it: nothing; each block "
         "from its input; or everything a stage does from the stage's input.",
+    )
+    stream: OptionalCount = Field(
+        None,
+        description="Tokens of a rank's part of each sequence on which the output layer with "
+        "its loss, and each feed-forward network, work at once; so many logits exist at most, "
+        "and backward computes the networks again piece by piece (StreamBP). [all of them]",
     )
     offload: Annotated[Number, Field(ge=0, le=1)] = Field(
         0.0,
@@ -347,6 +393,13 @@ class DataSpec(Section):
         "directory you submit from.",
     )
     sequence_length: OptionalCount = Field(None, description="Tokens a sample.")
+    documents: Annotated[Literal["joined", "separate", "each"], Plain] = Field(
+        "joined",
+        description="joined, separate: samples are cut from the row of all documents, and a token "
+        "attends to all before it in its sample, or to those of its own document, whose learned "
+        "positions count from its start. each: a document is a sample (several, where it is longer "
+        "than sequence_length), and gets context-parallel ranks by its length.",
+    )
     shuffle_block: Count = Field(
         64,
         description="Samples read as one contiguous block; the order of blocks and the order "
@@ -367,6 +420,10 @@ class DataSpec(Section):
             raise ValueError("give either path (a token file) or module (your own data set)")
         if self.path is not None and self.sequence_length is None:
             raise ValueError("sequence_length is missing: tokens a sample, for example 1024")
+        if self.path is None and self.documents != "joined":
+            raise ValueError(
+                f"documents: {self.documents} needs a token file, which says where they begin"
+            )
         return self
 
 
@@ -797,6 +854,15 @@ class JobSpec(Section):
         default_factory=dict,
         description="Environment variables of every rank, byte for byte as written.",
     )
+
+    def sequence_split(self) -> SequenceSplit:
+        """How a sequence of the resolved job lies over its context-parallel ranks."""
+        context = self.parallel.context
+        if self.model.attention == "linear":
+            return SequenceSplit(context.size, zigzag=False)
+        inner = {"ring": 1, "ulysses": context.size}.get(context.method, context.inner)
+        assert isinstance(inner, int), "resolve() leaves no auto"
+        return SequenceSplit(context.size, inner)
 
     @field_validator("env", mode="before")
     @classmethod

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpctrain.errors import ImpossibleError
-from hpctrain.layout import ParallelLayout
-from hpctrain.spec.job import JobSpec, default_ffn_hidden
+from hpctrain.layout import ParallelLayout, divisors
+from hpctrain.spec.job import JobSpec, ModelSpec, default_ffn_hidden
 from hpctrain.spec.load import Job, Source
+from hpctrain.spec.sequence import SequenceSplit
 
 
 class Site(Protocol):
@@ -51,6 +52,7 @@ def resolve(job: Job, site: Site, directory: Path) -> Job:
     data = values["parallel.data"] = layout.dp
     if spec.parallel.shard == "node":
         values["parallel.shard"] = layout.dp_shard
+    values |= _context(job, ranks_per_node)
     values |= _batch(job, data)
     values |= _model(spec)
     if spec.checkpoint.every is None:
@@ -84,6 +86,7 @@ def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
     return ParallelLayout.resolve(
         world,
         tensor=parallel.tensor,
+        context=parallel.context.size,
         pipeline=parallel.pipeline,
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
@@ -91,6 +94,30 @@ def _layout(spec: JobSpec, world: int, ranks_per_node: int) -> ParallelLayout:
         shard=parallel.shard if parallel.fsdp else 1,
         ranks_per_node=ranks_per_node,
     )
+
+
+def _context(job: Job, ranks_per_node: int) -> dict[str, Any]:
+    """Ranks that exchange heads, of a two-level context group."""
+    parallel, model = job.spec.parallel, job.spec.model
+    size, inner = parallel.context.size, parallel.context.inner
+    if parallel.context.method != "two-level":
+        return {}
+    if inner == "auto":
+        room = max(1, ranks_per_node // parallel.tensor)
+        if model.heads:
+            room = min(room, _fewest_heads(model, parallel.tensor))
+        inner = max(d for d in divisors(size) if d <= max(1, room))
+    elif size % inner:
+        message = f"{inner} ranks do not divide the {size} of parallel.context.size"
+        raise _impossible(job, "parallel.context.inner", message)
+    return {"parallel.context.inner": inner}
+
+
+def _fewest_heads(model: ModelSpec, tensor: int) -> int:
+    """Query heads of the tensor-parallel rank that has the fewest."""
+    assert model.heads
+    kv = model.kv_heads or model.heads
+    return model.heads // tensor if kv < tensor else kv // tensor * (model.heads // kv)
 
 
 def _batch(job: Job, data: int) -> dict[str, Any]:
@@ -165,6 +192,11 @@ def check(job: Job) -> None:
     tensor = spec.parallel.tensor
     if tensor > 1 and spec.model.module is None:
         _check_tensor(job, tensor)
+    if spec.parallel.context.size > 1:
+        _check_context(job)
+    if spec.data.documents != "joined":
+        _check_documents(job)
+    _check_stream(job)
     _check_experts(job)
     kind = spec.train.optimizer.kind
     if kind != "adamw" and (tensor > 1 or spec.parallel.fsdp):
@@ -183,14 +215,95 @@ def _check_tensor(job: Job, tensor: int) -> None:
         if total < tensor:
             message = f"{tensor} ranks cannot share model.{key} = {total}; at most {total} can"
             raise _impossible(job, "parallel.tensor", message)
-    length = spec.data.sequence_length
-    if spec.parallel.sequence and length and length % tensor:
+    length, split = spec.data.sequence_length, spec.sequence_split()
+    if not spec.parallel.sequence or not length:
+        return
+    if any(split.count(length, place) % tensor for place in range(split.size)):
+        step = tensor * split.size
+        ranks = f"{tensor} tensor-parallel ranks" + (
+            f" × {split.size} context-parallel ones" if split.size > 1 else ""
+        )
         raise _impossible(
             job,
             "parallel.sequence",
-            f"data.sequence_length {length} does not divide over {tensor} tensor-parallel ranks; "
-            f"set parallel.sequence: false, or a length of {length // tensor * tensor or tensor}",
+            f"data.sequence_length {length} does not divide over {ranks}; "
+            f"set parallel.sequence: false, or a length of {length // step * step or step}",
         )
+
+
+def _check_documents(job: Job) -> None:
+    spec, documents = job.spec, job.spec.data.documents
+    parallel = spec.parallel
+    why = None
+    if spec.model.module is not None:
+        why = "it masks the attention of our transformer; a model of your own has its own"
+    elif spec.model.attention == "linear":
+        why = "the state of model.attention: linear goes on from document to document"
+    elif documents == "each":
+        refused = {
+            "a model with experts": spec.model.moe.experts > 0,
+            "model.dropout above 0": spec.model.dropout > 0,
+            "parallel.pipeline above 1": parallel.pipeline > 1,
+            "parallel.sharding zero2 or zero3": parallel.fsdp,
+            "parallel.tensor with parallel.sequence": parallel.tensor > 1 and parallel.sequence,
+            "another parallel.context.method than ring": parallel.context.method != "ring",
+        }
+        found = [what for what, given in refused.items() if given]
+        if found:
+            why = f"ranks have different numbers of micro-batches, which {found[0]} does not take"
+    if why is not None:
+        raise _impossible(job, "data.documents", f"{documents}: {why}; leave it joined")
+
+
+def _check_stream(job: Job) -> None:
+    parallel = job.spec.parallel
+    if parallel.stream is None:
+        return
+    why = None
+    if job.spec.model.module is not None:
+        why = "the parts of a model of your own are not known"
+    elif job.spec.train.loss.module is not None:
+        why = "a loss of your own takes all logits"
+    elif parallel.overlap:
+        why = "parallel.overlap cuts a micro-batch in another way"
+    elif "vocab" in parallel.schedule.name.split("+"):
+        why = "+vocab has its own passes for the output layer"
+    if why is not None:
+        raise _impossible(job, "parallel.stream", f"{why}; leave it out")
+
+
+def _check_context(job: Job) -> None:
+    spec, split = job.spec, job.spec.sequence_split()
+    length, key = spec.data.sequence_length, "parallel.context"
+    if spec.model.module is not None:
+        message = f"{split.size} ranks cannot share the sequences of a model of your own"
+        raise _impossible(job, key, f"{message}, whose attention is not known; set it to 1")
+    if length and not split.fits(length):
+        most = max(n for n in range(1, min(split.size, length) + 1) if _fits(spec, n))
+        message = f"{split.size} ranks cannot share data.sequence_length = {length}; {most} can"
+        raise _impossible(job, key, message)
+    context = spec.parallel.context
+    if spec.model.attention == "linear" and (context.method != "ring" or context.both_ways):
+        message = "model.attention: linear hands a state from rank to rank; set method: ring and"
+        raise _impossible(job, key, f"{message} both_ways: false")
+    heads = _fewest_heads(spec.model, spec.parallel.tensor)
+    if split.inner > heads:
+        of = f" / {spec.parallel.tensor} tensor-parallel ranks" if spec.parallel.tensor > 1 else ""
+        raise _impossible(
+            job,
+            key,
+            f"{split.inner} ranks exchange heads, but a rank has {heads} "
+            f"(model.heads {spec.model.heads}{of}); set parallel.context.method: ring, or "
+            "two-level with fewer parallel.context.inner",
+        )
+    if length and "vocab" in spec.parallel.schedule.name.split("+") and not split.even(length):
+        message = f"+vocab wants data.sequence_length {length} to divide over {split.size} ranks"
+        raise _impossible(job, key, message)
+
+
+def _fits(spec: JobSpec, size: int) -> bool:
+    assert spec.data.sequence_length
+    return SequenceSplit(size).fits(spec.data.sequence_length)
 
 
 def _check_experts(job: Job) -> None:

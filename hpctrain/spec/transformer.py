@@ -55,6 +55,7 @@ class TransformerDims:
     ffn_hidden: int
     vocab_size: int
     max_positions: int
+    attention: Literal["softmax", "linear"] = "softmax"
     position: Literal["learned", "rotary", "none"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     activation: Literal["gelu", "swiglu"] = "gelu"
@@ -131,9 +132,11 @@ class TransformerDims:
         Narayanan et al. 2021, section 3.2, without recompute and for any feed-forward
         network and number of key-value heads: 6 FLOPs a weight of every matrix product
         (the embedding look-up is none, the output layer is one) and 12·hidden·sequence a
-        layer for scores and their product with the values. Of experts only those count that a
-        token visits.
+        layer for scores and their product with the values. Linear attention writes and reads a
+        state of head_dim columns a channel in place of ``sequence`` keys. Of experts only those
+        count that a token visits.
         """
+        seen = sequence if self.attention == "softmax" else self.head_dim
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (qkv + self.hidden)
         weights += self.dense_layers * self.hidden * self._matrices * self.ffn_hidden
@@ -142,4 +145,4 @@ class TransformerDims:
             sparse = self.layers - self.dense_layers
             weights += sparse * self.hidden * (visited + self.moe.experts)
         weights += self.hidden * self.vocab_size
-        return 6.0 * weights + 12.0 * self.layers * self.hidden * sequence
+        return 6.0 * weights + 12.0 * self.layers * self.hidden * seen

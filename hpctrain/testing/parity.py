@@ -109,12 +109,12 @@ def _spec(job: str, ranks: int, overrides: Sequence[str]) -> Any:
 
 
 def _with_grid(context: Any, grid: Any, per_node: int | None = None) -> Any:
-    """The same ranks in another layout."""
+    """The same ranks in another layout, with groups of its own."""
     from hpctrain.runtime.communicators import Communicators
 
-    found = context.communicators
-    nodes = found.nodes if per_node is None else [rank // per_node for rank in range(grid.size)]
-    made = Communicators(context.comm, grid, nodes, context.device, found.counter)
+    first = context.communicators
+    nodes = first.nodes if per_node is None else [rank // per_node for rank in range(grid.size)]
+    made = Communicators(first.comm, grid, nodes, first.device, first.counter)
     return dataclasses.replace(context, grid=grid, mesh=made.mesh, communicators=made)
 
 
@@ -126,8 +126,28 @@ def _alone(context: Any) -> Any:
 
     grid = RankGrid(ParallelLayout())
     return dataclasses.replace(
-        context, rank=0, world_size=1, comm=MPI.COMM_SELF, grid=grid, mesh=None
+        context,
+        rank=0,
+        world_size=1,
+        comm=MPI.COMM_SELF,
+        grid=grid,
+        mesh=None,
+        communicators=_Alone,
     )
+
+
+class _Alone:
+    """Groups of a rank without others: there is none, and nothing is made."""
+
+    @staticmethod
+    def along(*_axes: str) -> Any:
+        @dataclasses.dataclass(frozen=True)
+        class One:
+            group: Any = None
+            size: int = 1
+            place: int = 0
+
+        return One()
 
 
 def _train(context: Any, spec: Any, steps: int) -> dict[str, Any]:
@@ -157,6 +177,8 @@ def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
     import torch
 
     from hpctrain.parallel.batch import MicroBatch
+    from hpctrain.parallel.context import sequence_part
+    from hpctrain.parallel.context_mixed import dealer_of
 
     batch, length = spec.train.global_batch, spec.data.sequence_length
     vocabulary = spec.model.vocab_size
@@ -164,13 +186,27 @@ def _micro_batches(spec: Any, context: Any, step: int) -> list[Any]:
     # Small tokens are frequent, so that there is something to learn within a few steps.
     drawn = torch.rand(batch, length + 1, generator=generator, dtype=torch.float64)
     rows = (vocabulary * drawn**4).long()
+    if spec.data.documents == "each":
+        # Few are long, as in collected texts.
+        drawn = torch.rand(batch, generator=generator) ** 3
+        lengths = (1 + drawn * (length - 1)).long().tolist()
+        deal = dealer_of(spec, context).micro_batches
+        return deal(lengths, lambda number: rows[number, : lengths[number] + 1], step * batch)
+    starts = None
+    if spec.data.documents == "separate":
+        begins = torch.rand(batch, length, generator=generator) < 0.15
+        starts = torch.where(begins, torch.arange(length), 0).cummax(1).values
+    split = sequence_part(spec, context)
     share = batch // context.size("dp")
     first = context.coordinate("dp") * share
     found = []
     for start in range(first, first + share, spec.train.micro_batch):
         part = slice(start, start + spec.train.micro_batch)
         keys = torch.arange(part.start, part.stop) + step * batch
-        found.append(MicroBatch((rows[part, :-1], rows[part, 1:]), keys))
+        whole = MicroBatch(
+            (rows[part, :-1], rows[part, 1:]), keys, starts=None if starts is None else starts[part]
+        )
+        found.append(split.take(whole))
     return found
 
 

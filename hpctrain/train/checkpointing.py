@@ -165,7 +165,7 @@ class Checkpointer:
             "job": self.spec.name,
             "code": hpctrain.__version__,
             "layout": {
-                axis: layout.size(axis) for axis in ("pp", "tp", "dp_replicate", "dp_shard")
+                axis: layout.size(axis) for axis in ("pp", "tp", "cp", "dp_replicate", "dp_shard")
             },
             "schedule": {
                 "lr": self.spec.train.lr,

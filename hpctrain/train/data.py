@@ -18,6 +18,7 @@ from hpctrain.io.order import SampleOrder
 from hpctrain.io.tokens import TokenFile
 from hpctrain.model.build import call_user
 from hpctrain.parallel.batch import MicroBatch
+from hpctrain.parallel.context import sequence_part
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,11 +40,17 @@ class Source(Protocol):
     def read(self, indices: Indices) -> Any:
         """One batch of the given samples, on the CPU."""
 
+    def document_starts(self, indices: Indices) -> torch.Tensor | None:
+        """Place where each token's document begins, (samples, tokens); None where all are one."""
+
 
 class TokenSource:
     """Sequences of a token file; the target of each token is the next one."""
 
-    def __init__(self, path: str, sequence_length: int, vocab_size: int | None) -> None:
+    def __init__(
+        self, path: str, sequence_length: int, vocab_size: int | None, *, separate: bool = False
+    ) -> None:
+        self.separate = separate
         self.file = TokenFile(path, sequence_length)
         self.units_per_sample = sequence_length
         if vocab_size is not None and self.file.vocab_size > vocab_size:
@@ -59,6 +66,9 @@ class TokenSource:
     def read(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.from_numpy(self.file.read(indices).astype(np.int64))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def document_starts(self, indices: Indices) -> torch.Tensor | None:
+        return torch.from_numpy(self.file.document_starts(indices)) if self.separate else None
 
 
 class UserSource:
@@ -82,6 +92,9 @@ class UserSource:
 
         return default_collate([self.dataset[int(index)] for index in indices])
 
+    def document_starts(self, indices: Indices) -> torch.Tensor | None:
+        return None
+
 
 def open_source(spec: JobSpec) -> Source:
     """The data of a job.
@@ -95,7 +108,24 @@ def open_source(spec: JobSpec) -> Source:
     assert data.path is not None
     assert data.sequence_length is not None
     vocabulary = spec.model.vocab_size if spec.model.module is None else None
-    return TokenSource(data.path, data.sequence_length, vocabulary)
+    if data.documents == "each":
+        from hpctrain.train.sequences import SequenceSource
+
+        return SequenceSource(data.path, data.sequence_length, vocabulary)
+    separate = data.documents == "separate"
+    source = TokenSource(data.path, data.sequence_length, vocabulary, separate=separate)
+    if separate:
+        source.document_starts(np.zeros(1, np.int64))  # a file without documents is told of now
+    return source
+
+
+def open_batches(source: Source, spec: JobSpec, context: RankContext, start: int) -> Batches:
+    """The batches of a job; ``start`` as in :class:`Batches`."""
+    from hpctrain.train.sequences import SequenceBatches, SequenceSource
+
+    if isinstance(source, SequenceSource):
+        return SequenceBatches(source, spec, context, start)
+    return Batches(source, spec, context, start)
 
 
 class Batches:
@@ -123,6 +153,7 @@ class Batches:
         self.micro_batch = train.micro_batch
         self.share = train.global_batch // context.size("dp")
         self.first = context.coordinate("dp") * self.share
+        self.part = sequence_part(spec, context) if spec.model.module is None else None
         self.device = context.device
         self.position = start
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="hpctrain-data")
@@ -139,8 +170,7 @@ class Batches:
         self.position += self.global_batch
         self._ahead = self._reader.submit(self._read, self.position)
         for micro in micro_batches:
-            keys = micro.keys.to(self.device)
-            yield MicroBatch(_to(micro.batch, self.device), keys)
+            yield _on(micro, self.device)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
@@ -150,9 +180,25 @@ class Batches:
         found = []
         for offset in range(0, self.share, self.micro_batch):
             keys = np.arange(start + offset, start + offset + self.micro_batch, dtype=np.int64)
-            batch = self.source.read(self.order.indices(int(keys[0]), len(keys)))
-            found.append(MicroBatch(batch, torch.from_numpy(keys)))
+            samples = self.order.indices(int(keys[0]), len(keys))
+            micro = MicroBatch(
+                self.source.read(samples),
+                torch.from_numpy(keys),
+                starts=self.source.document_starts(samples),
+            )
+            found.append(micro if self.part is None else self.part.take(micro))
         return found
+
+
+def _on(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    return MicroBatch(
+        _to(micro.batch, device),
+        micro.keys.to(device),
+        _to(micro.positions, device),
+        _to(micro.starts, device),
+        micro.weight,
+        micro.degree,
+    )
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -82,7 +82,7 @@ def _train(
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.runtime.energy import EnergyMeter
     from hpctrain.train.checkpointing import Checkpointer
-    from hpctrain.train.data import Batches, open_source
+    from hpctrain.train.data import open_batches, open_source
     from hpctrain.train.loop import Trainer
     from hpctrain.train.metrics import Recorder
     from hpctrain.train.rng import seed_everything
@@ -109,7 +109,7 @@ def _train(
     checkpointer.restore(state, launch.restore, recorder)
     checkpointer.guard(state)
     progress["step"] = state.step
-    batches = Batches(source, spec, context, start=state.samples)
+    batches = open_batches(source, spec, context, start=state.samples)
     recorder.event(
         "started",
         f"{context.world_size} ranks on {context.nodes} node{'s' * (context.nodes > 1)}, "

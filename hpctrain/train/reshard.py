@@ -27,6 +27,7 @@ from hpctrain.spec.resolve import layout_of
 
 if TYPE_CHECKING:
     from hpctrain.io.restore import CheckpointReader
+    from hpctrain.layout import ParallelLayout
     from hpctrain.parallel.model import Cut
     from hpctrain.spec.job import JobSpec
 
@@ -97,7 +98,9 @@ def _boxes(
     spec: JobSpec, at: dict[str, int], layout: ParallelLayout
 ) -> Iterator[tuple[str, tuple[int, ...], Box]]:
     """Name, global shape and box of every parameter of a rank."""
-    tensor, shard = layout.tp, layout.dp_shard
+    shard, place = 1, 0
+    if spec.parallel.fsdp:
+        shard, place = layout.dp_shard * layout.cp, at["dp_shard"] * layout.cp + at["cp"]
     schedule = plan_pipeline(spec)
     modules: list[torch.nn.Module] = [Transformer(spec.model.transformer(), device="meta")]
     copies: set[str] = set()
@@ -107,12 +110,12 @@ def _boxes(
     for module in modules:
         assert isinstance(module, Transformer)
         cuts: dict[str, Cut] = {}
-        if tensor > 1:
-            group = TensorGroup(None, at["tp"], tensor, False)
+        if layout.tp > 1:
+            group = TensorGroup(None, at["tp"], layout.tp, False)
             cuts = cut_transformer(module, group)
         if layout.tp * layout.cp * layout.ep * layout.etp > 1:
-            place = Place(at["ep"], layout.ep, at["etp"], layout.etp)
-            cuts |= cut_experts(module, place, reduced=True)
+            among = Place(at["ep"], layout.ep, at["etp"], layout.etp)
+            cuts |= cut_experts(module, among, reduced=True)
         logical = module.logical_names
         for name, parameter in module.named_parameters():
             name = logical.get(name, name)
@@ -127,7 +130,7 @@ def _boxes(
                 ranks = layout.edp if spec.parallel.fsdp else 1
                 yield name, whole, _expert_part(box, at["edp"], ranks)
             else:
-                yield name, whole, _rows(box, at["dp_shard"], shard)
+                yield name, whole, _rows(box, place, shard)
 
 
 def _expert_part(box: Box, rank: int, ranks: int) -> Box:

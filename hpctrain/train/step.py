@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hpctrain.parallel.model import ParallelModel
     from hpctrain.spec.job import JobSpec
 
-Loss = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
-"""(model, batch, dropout keys of its samples) -> mean loss of the micro-batch."""
+Loss = Callable[[nn.Module, "MicroBatch", torch.Tensor], torch.Tensor]
+"""(model, micro-batch, dropout keys of its samples) -> mean loss of the micro-batch."""
 
 
 def loss_of(spec: JobSpec, parallel: ParallelModel) -> Loss:
@@ -34,12 +34,20 @@ def loss_of(spec: JobSpec, parallel: ParallelModel) -> Loss:
     if entry is not None:
         function = user_function(entry, "train.loss.module")
         if "keys" in inspect.signature(function).parameters:
-            return lambda model, batch, keys: function(model, batch, keys=keys, **args)
-        return lambda model, batch, _keys: function(model, batch, **args)
+            return lambda model, micro, keys: function(model, micro.batch, keys=keys, **args)
+        return lambda model, micro, _keys: function(model, micro.batch, **args)
     if spec.model.module is not None:
         # A user's model with our loss takes tokens and gives logits.
-        return lambda model, batch, _keys: parallel.token_loss(model(batch[0]), batch[1])
-    return lambda model, batch, keys: parallel.token_loss(model(batch[0], keys), batch[1])
+        return lambda model, micro, _: parallel.token_loss(model(micro.batch[0]), micro.batch[1])
+
+    def loss(model: nn.Module, micro: MicroBatch, keys: torch.Tensor) -> torch.Tensor:
+        tokens, targets = micro.batch
+        inputs = (tokens, keys, micro.positions, micro.starts)
+        if spec.parallel.stream is not None:
+            return model(*inputs, targets) * micro.weight  # type: ignore[no-any-return]
+        return parallel.token_loss(model(*inputs), targets) * micro.weight
+
+    return loss
 
 
 class Stepper:
@@ -93,9 +101,11 @@ class Stepper:
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
             keys = dropout_keys(self.train.seed, step, micro.keys)
+            if self.model.contexts is not None:
+                self.model.contexts.enter(micro)
             with accumulating(model, last=index == count - 1):
                 with self._compute():
-                    loss = self.loss(model, micro.batch, keys)
+                    loss = self.loss(model, micro, keys)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / count
         return total

@@ -150,3 +150,12 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_behind_it():
         assert fewer == pytest.approx(one)
     assert stages[-1].logits > 0 and not any(s.logits for s in stages[:-1])
     assert stages[0].parameters > stages[1].parameters, "the first stage holds the embedding"
+
+
+def test_streamed_output_layer_keeps_the_logits_of_a_piece():
+    work = workload()
+    whole = Strategy(layout=ParallelLayout(tp=2), micro_batch=1, sequence_parallel=True)
+    pieces = replace(whole, stream=S // 16)
+    share = activations(work, pieces).logits / activations(work, whole).logits
+    assert share == pytest.approx(2 / 16), "a piece of each of two slices"
+    assert activations(work, pieces).kept < activations(work, whole).kept
