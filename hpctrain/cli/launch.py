@@ -64,11 +64,7 @@ def create(
     _write_job(run, text, job.spec)
     described = provenance.describe(job, argv, Path.cwd())
     write_json(run.provenance, described | {"hardware": provenance.hardware(prepared)})
-    if job.spec.emulated:
-        from hpctrain.plan.emulation import emulation_table
-
-        cores = len(os.sched_getaffinity(0))
-        write_json(run.emulation, emulation_table(job.spec, prepared.machine, cores))
+    _write_emulation(run, prepared)
     if job.spec.env:
         run.provenance.chmod(_PRIVATE)
     return run
@@ -79,6 +75,17 @@ def write_job(run: RunDir, prepared: Prepared) -> None:
     from hpctrain.spec import dump_job
 
     _write_job(run, dump_job(prepared.job.spec).encode(), prepared.job.spec)
+    _write_emulation(run, prepared)
+
+
+def _write_emulation(run: RunDir, prepared: Prepared) -> None:
+    """The times of an emulated machine, which depend on the job's model and layout."""
+    if not prepared.job.spec.emulated:
+        return
+    from hpctrain.plan.emulation import emulation_table
+
+    cores = len(os.sched_getaffinity(0))
+    write_json(run.emulation, emulation_table(prepared.job.spec, prepared.machine, cores))
 
 
 def _write_job(run: RunDir, text: bytes, spec: JobSpec) -> None:
