@@ -20,7 +20,7 @@ pytestmark = [
 ]
 JOB = """\
 name: watched
-model: {layers: 1, hidden: 16, heads: 2, vocab_size: 256, dropout: 0.1}
+model: {layers: 1, hidden: 16, heads: 2, vocab_size: 256}
 data: {path: tokens.h5, sequence_length: 16}
 train: {steps: 12, global_batch: 8, micro_batch: 1, lr: 1e-2, loss: "faulty:loss"}
 checkpoint: {every: 1000}
