@@ -74,7 +74,7 @@ def test_a_hang_is_reported_and_ends_the_job(
 ) -> None:
     run, code, _ = hung[fault]
     text = report(run)
-    assert code == 6 or (fault == "freeze" and code != 0), text
+    assert code != 0, text  # mpiexec gives its own where it kills the others; srun 6
     (failure,) = run.read_failures(0)
     assert (failure.error, failure.rank) == ("HangError", 1)
     assert "hang in step" in failure.message
