@@ -6,7 +6,7 @@
 - ``--real``: strong and weak sweeps on 1, 2 and 4 real ranks of this machine, with their reports.
 - ``--emulated``: weak scaling of an emulated Frontier on 1 to ``--most`` real ranks. Fails below
   97 %, or where the time split or the step is more than 3 % of the step off the simulator's.
-- ``--render``: how long 1,000 points take to be listed and checked. Fails above 5 s.
+- ``--render``: how long 1,000 points take to be listed and checked. Fails above 5 s of a core.
 
 Without a choice all three. Numbers hold for the machine that prints them.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -115,8 +116,8 @@ def emulated(folder: Path, most: int) -> tuple[list[dict[str, Any]], bool]:
     return measured, good
 
 
-def render(folder: Path) -> float:
-    """Seconds of a dry run of 1,000 points."""
+def render(folder: Path) -> tuple[float, float]:
+    """Seconds of a dry run of 1,000 points: of a core, and by the clock."""
     (folder / "real-job.yaml").write_text(REAL)
     numbers = list(range(1, 11))
     (folder / "thousand.yaml").write_text(
@@ -124,9 +125,11 @@ def render(folder: Path) -> float:
         f"  parallel.tensor: [1, 2]\n  train.global_batch: {[16 * n for n in numbers]}\n"
         f"  train.seed: {numbers}\n"
     )
-    began = time.perf_counter()
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     call(folder, "sweep", "thousand.yaml", "--dry-run", "--launcher", "local")
-    return time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used, time.perf_counter() - began
 
 
 def main() -> int:
@@ -145,9 +148,10 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         if options.render or everything:
-            answer["thousand_points_seconds"] = seconds = render(folder)
-            good &= seconds < 5.0
-            print(f"1,000 points in {seconds:.2f} s", file=sys.stderr)
+            used, seconds = render(folder)
+            answer["thousand_points_seconds"] = {"core": used, "clock": seconds}
+            good &= used < 5.0
+            print(f"1,000 points: {used:.2f} s of a core, {seconds:.2f} s", file=sys.stderr)
         if options.real or everything:
             answer["real"] = real(folder)
         if options.emulated or everything:

@@ -36,6 +36,7 @@ model: {{layers: 4, hidden: 192, heads: 6, vocab_size: 256, position: rotary, no
 parallel: {{sharding: {sharding}}}
 data: {{path: tokens.h5, sequence_length: 128}}
 train: {{steps: 1000000, global_batch: {batch}, lr: 1e-3}}
+health: {{hang_after: 0}}  # the other loop leaves no marks
 """
 
 
@@ -104,6 +105,7 @@ def measure(root: str, blocks: int, steps: int) -> dict[str, dict[str, list[floa
     """On every rank: wall and CPU seconds of each block of each loop."""
     import torch
 
+    from hpctrain.health.monitor import Monitor
     from hpctrain.layout import RankGrid
     from hpctrain.optim.adamw import build_optimizer
     from hpctrain.parallel.parallelize import parallelize
@@ -128,6 +130,14 @@ def measure(root: str, blocks: int, steps: int) -> dict[str, dict[str, list[floa
     model = parallelize(spec, context)
     optimizer = build_optimizer(model.parameters(), spec.train)
     batches = Batches(open_source(spec), spec, context, start=0)
+    recorder = Recorder(
+        run,
+        writes=context.is_first,
+        attempt=0,
+        total_steps=spec.train.steps,
+        world_size=context.world_size,
+    )
+    monitor = Monitor(run, spec, context, 0, recorder.event)
     ours = Trainer(
         spec=spec,
         context=context,
@@ -135,14 +145,9 @@ def measure(root: str, blocks: int, steps: int) -> dict[str, dict[str, list[floa
         stepper=Stepper(model, optimizer, spec),
         batches=batches,
         checkpointer=Checkpointer(run.checkpoints, spec, context),
-        recorder=Recorder(
-            run,
-            writes=context.is_first,
-            attempt=0,
-            total_steps=spec.train.steps,
-            world_size=context.world_size,
-        ),
+        recorder=recorder,
         stopwatch=StopWatch(stop_file=run.stop_file if context.is_first else None),
+        monitor=monitor,
     )
     assert spec.data.path is not None
     theirs = HandWritten(spec, context.rank, context.world_size, context.mesh, spec.data.path)
@@ -162,6 +167,7 @@ def measure(root: str, blocks: int, steps: int) -> dict[str, dict[str, list[floa
             if block:  # the first warms up
                 seconds["wall"][name].append(time.perf_counter() - began)
                 seconds["cpu"][name].append(cpu)
+    monitor.close()
     batches.close()
     shut_down(context)
     return seconds

@@ -39,6 +39,13 @@ LOOK = {
     "the command ends with.",
     "status": "All that it says is in the run directory and, while Slurm knows the job, in "
     "Slurm; no accounting database is needed.",
+    "top": "It reads the run directories and asks Slurm about the jobs that may be alive.",
+    "history": "What it costs to be restarted stands in `restarts.jsonl` of each run: "
+    "[how a run goes on](../slurm.md#how-a-job-ends-and-how-the-run-goes-on).",
+    "site": "What the files hold: [machines](../machines.md); what is rendered from them: "
+    "[a page a machine](../sites/README.md).",
+    "batch": "Not for people: the batch script calls it, and how it decides is told in "
+    "[Running on Slurm](../slurm.md#how-a-job-ends-and-how-the-run-goes-on).",
     "logs": "Each rank writes a file of its own, `logs/rank00000.log` and so on; what comes "
     "before MPI has told a rank its number is in `logs/job.log`.",
     "cancel": "The ranks look for the stop file once a second and agree on it at the end of a "
@@ -142,6 +149,8 @@ def on_this_machine(book: Book) -> None:
               "hpctrain explain train.micro_batch job.yaml")  # fmt: skip
     book.show("explain", "The keys of a section:", "hpctrain explain train.schedule")
     book.show("explain", "A key that does not exist:", "hpctrain explain learning_rate", code=2)
+    book.show("explain", "A line of the batch script:",
+              "hpctrain explain NCCL_NET frontier.yaml --set nodes=2")  # fmt: skip
     book.show("schema", "All keys for people; the JSON Schema without the option:",
               "hpctrain schema --markdown", last=6)  # fmt: skip
 
@@ -191,6 +200,13 @@ def on_this_machine(book: Book) -> None:
     book.show("run", "By hand, and without a run directory:", "hpctrain run .", code=2)
     book.show("doctor", "A workstation without GPU and Slurm:", "hpctrain doctor")
 
+    on_sites(book)
+    book.show("history", "What became of all runs:", "hpctrain history")
+    book.show("top", "Nothing is alive:", "hpctrain top")
+    book.show("top", "All runs:", "hpctrain top --all --once")
+    book.show(
+        "batch", "Outside of a job there is nothing to begin:", "hpctrain batch begin", code=2
+    )
     book.show("topo", "A job's ranks with what really links them:",
               "hpctrain topo job.yaml --set ranks_per_node=4 --measure")  # fmt: skip
     book.show("topo", "All devices of two nodes of a site, from its description:",
@@ -199,6 +215,16 @@ def on_this_machine(book: Book) -> None:
               "hpctrain topo --machine frontier --measure", code=3)  # fmt: skip
     book.show("schedule", "One schedule, drawn:",
               "hpctrain schedule show --schedule 1f1b -p 4 -m 8")  # fmt: skip
+
+
+def on_sites(book: Book) -> None:
+    """Machines that come with hpctrain, and one that does not."""
+    book.show("site", "What there is:", "hpctrain site list")
+    book.show("site", "What is not certain about one:", "hpctrain site show frontier --low")
+    book.show("site", "This node as a site file:", "hpctrain site probe ours")
+    book.show("site", "What is left open in it:", "hpctrain site check ours.yaml")
+    (book.directory / "wrong.yaml").write_text("base: dgx-h100\nname: wrong\nnode: {devices: 9}\n")
+    book.show("site", "A file with a fault:", "hpctrain site check wrong.yaml", code=2)
 
 
 def on_sweeps(book: Book) -> None:

@@ -172,6 +172,10 @@ class LaunchRecord(Record):
         host: where ``pid`` lives, or where the job was submitted.
         cluster: Slurm's cluster name.
         restore: step of the checkpoint to start from; -1 is the newest good one, or none.
+        restart: how often Slurm had requeued the job when this incarnation began.
+        started: when its job began to run; 0 where only its submission was seen.
+        nodes: that it runs on, in Slurm's bracket form; empty where not known.
+        automatic: it follows an earlier incarnation by itself, nobody asked for it.
     """
 
     attempt: int
@@ -184,6 +188,58 @@ class LaunchRecord(Record):
     host: str = ""
     cluster: str = ""
     restore: int = -1
+    restart: int = 0
+    started: float = 0.0
+    nodes: str = ""
+    automatic: bool = False
+
+
+Why = Literal[
+    "walltime",  # it ended, or came within the margin
+    "signal",  # a rank or the script was asked to stop
+    "preempted",  # a job of higher priority took the nodes
+    "requeued",  # somebody, or Slurm for a reason it does not tell, requeued the job
+    "node_failure",
+    "rank_failure",  # a rank raised, was killed, or left with an error
+    "hang",  # the watchdog ended it
+    "bad_nodes",  # the preflight asked to go on without them
+    "lost",  # nobody wrote an end
+]
+"""Why an incarnation of a run ended before its last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRecord(Record):
+    """An incarnation that ended too early, and what followed; ``restarts.jsonl``.
+
+    Attributes:
+        attempt: the incarnation that ended.
+        time: when.
+        why: see Why.
+        reason: the same in words.
+        action: ``requeue`` and ``slurm`` (the same job again, by us or by Slurm itself),
+            ``successor`` (another job), ``stop`` (nothing follows; ``reason`` has why).
+        from_step: step of the stored checkpoint that the next one starts from; 0 for none.
+        step: last finished step.
+        nodes: that it ran on, in Slurm's bracket form.
+        seconds_lost: of work since that checkpoint, which is done again.
+        job_id: of the incarnation that ended.
+        next_job_id: of the one that follows; empty for none.
+        excluded: nodes that the next one leaves out.
+    """
+
+    attempt: int
+    time: float
+    why: Why
+    reason: str
+    action: Literal["requeue", "slurm", "successor", "stop"]
+    from_step: int
+    step: int
+    nodes: str
+    seconds_lost: float
+    job_id: str = ""
+    next_job_id: str = ""
+    excluded: tuple[str, ...] = ()
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@
       state.json          StateRecord, replaced whole
       metrics.jsonl       one StepRecord a step
       events.jsonl        EventRecords
+      restarts.jsonl      one RestartRecord an incarnation that ended too early
+      health/             heartbeats, preflight.json, hang-0.txt (attempt 0) …
       failures/           0-rank3.json: FailureRecord of attempt 0, rank 3
       logs/               rank00000.log …, job.log of the batch script or launcher
       checkpoints/        step00000100/ …, latest
@@ -31,6 +33,7 @@ from hpctrain.records import (
     EventRecord,
     FailureRecord,
     LaunchRecord,
+    RestartRecord,
     StateRecord,
     StepRecord,
     append_line,
@@ -145,6 +148,14 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def restarts(self) -> Path:
+        return self.root / "restarts.jsonl"
+
+    @property
+    def health(self) -> Path:
+        return self.root / "health"
+
+    @property
     def failures_dir(self) -> Path:
         return self.root / "failures"
 
@@ -223,6 +234,12 @@ class RunDir:
 
     def read_events(self) -> list[EventRecord]:
         return [EventRecord.from_dict(data) for data in read_lines(self.events)]
+
+    def add_restart(self, restart: RestartRecord) -> None:
+        append_line(self.restarts, restart)
+
+    def read_restarts(self) -> list[RestartRecord]:
+        return [RestartRecord.from_dict(data) for data in read_lines(self.restarts)]
 
     def read_failures(self, attempt: int | None = None) -> list[FailureRecord]:
         """Failures in the order of time; those of one attempt where it is given."""

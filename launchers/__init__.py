@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from hpctrain.launchers.environment import check_job_env, without_leaks
 from hpctrain.launchers.mpiexec import LocalLauncher, MpiexecLauncher
-from hpctrain.launchers.shape import Launcher, rank_program, ranks_per_node, world_size
+from hpctrain.launchers.shape import (
+    Launcher,
+    batch_hook,
+    rank_program,
+    ranks_per_node,
+    world_size,
+)
 from hpctrain.launchers.srun import SrunLauncher, mpich_wheel
 
 __all__ = [
@@ -16,6 +22,7 @@ __all__ = [
     "LocalLauncher",
     "MpiexecLauncher",
     "SrunLauncher",
+    "batch_hook",
     "check_job_env",
     "mpich_wheel",
     "rank_program",

@@ -58,10 +58,23 @@ def rank_program(run: RunDir) -> list[str]:
     Raises:
         UsageError: this Python has no installed ``hpctrain`` beside it.
     """
+    return [_hpctrain(), "run", str(run.root)]
+
+
+def batch_hook() -> list[str]:
+    """``/abs/path/hpctrain batch``: what a batch script calls before and after its ranks.
+
+    Raises:
+        UsageError: see rank_program.
+    """
+    return [_hpctrain(), "batch"]
+
+
+def _hpctrain() -> str:
     program = Path(sys.executable).absolute().parent / "hpctrain"
     if not program.is_file():
         raise UsageError(
             f"{program} does not exist: ranks are started by the hpctrain beside their Python",
             hint=f"install it there: {sys.executable} -m pip install hpctrain",
         )
-    return [str(program), "run", str(run.root)]
+    return str(program)

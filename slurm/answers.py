@@ -63,6 +63,27 @@ class JobInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class JobNow:
+    """A job that is in Slurm's hands, as scontrol tells it.
+
+    Attributes:
+        state: Slurm's long name.
+        restarts: how often it was requeued; grows as soon as Slurm decides to.
+        preempted: a job of higher priority takes its nodes.
+        run_seconds: since it began.
+        time_limit: seconds; None for no limit.
+        nodes: node list in Slurm's bracket form.
+    """
+
+    state: str
+    restarts: int
+    preempted: bool
+    run_seconds: int
+    time_limit: int | None
+    nodes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
     """Limits of a partition; None is no limit.
 

@@ -18,6 +18,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.launchers.environment import without_leaks
 from hpctrain.slurm.answers import (
     JobInfo,
+    JobNow,
     NodeGroup,
     Partition,
     Submitted,
@@ -86,17 +87,20 @@ class SlurmClient:
             if name.startswith("SBATCH_")
         ]
 
-    def submit(self, script: Path, *, directory: Path | None = None) -> Submitted:
+    def submit(
+        self, script: Path, *, directory: Path | None = None, options: Sequence[str] = ()
+    ) -> Submitted:
         """Submit a batch script.
 
         Args:
             script: its path.
             directory: where the job starts; the present one where not given.
+            options: of sbatch, above the script's own.
 
         Raises:
             SchedulerError: sbatch refused it.
         """
-        done = self._run(["sbatch", "--parsable", str(script)], directory=directory)
+        done = self._run(["sbatch", "--parsable", *options, str(script)], directory=directory)
         job_id, _, cluster = done.stdout.strip().splitlines()[-1].partition(";")
         if not re.fullmatch(r"\d+", job_id):
             raise SchedulerError(
@@ -134,6 +138,34 @@ class SlurmClient:
         if info is None and unreached is not None:
             raise unreached
         return info
+
+    def queued(self, job_id: str) -> JobInfo | None:
+        """What squeue says of a job; None where it is not in the queue.
+
+        Raises:
+            SchedulerError: the controller does not answer.
+        """
+        return self._squeue(job_id)
+
+    def now(self, job_id: str) -> JobNow | None:
+        """What the controller does with a job at this moment; None where it knows none.
+
+        Raises:
+            SchedulerError: it does not answer.
+        """
+        done = self._run(["scontrol", "--oneliner", "show", "job", job_id], unknown=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("JobId=")]
+        if not lines:
+            return None
+        fields = parse_fields(lines[0])
+        return JobNow(
+            state=fields.get("JobState", "UNKNOWN"),
+            restarts=parse_number(fields.get("Restarts", "")) or 0,
+            preempted=parse_time(fields.get("PreemptTime", "")) is not None,
+            run_seconds=parse_time_limit(fields.get("RunTime", "")) or 0,
+            time_limit=parse_time_limit(fields.get("TimeLimit", "")),
+            nodes=word(fields.get("NodeList", "")),
+        )
 
     def _squeue(self, job_id: str) -> JobInfo | None:
         columns = "%T|%N|%S|%e|%l|%r"
@@ -219,15 +251,22 @@ class SlurmClient:
             source="sacct --completion",
         )
 
+    def partition_text(self) -> str:
+        """What ``scontrol show partition`` prints, a line a partition.
+
+        Raises:
+            SchedulerError: Slurm does not answer.
+        """
+        return self._run(["scontrol", "--oneliner", "show", "partition"]).stdout
+
     def partitions(self) -> list[Partition]:
         """All partitions that this user sees.
 
         Raises:
             SchedulerError: Slurm does not answer.
         """
-        done = self._run(["scontrol", "--oneliner", "show", "partition"])
         found = []
-        for line in done.stdout.splitlines():
+        for line in self.partition_text().splitlines():
             fields = parse_fields(line)
             if "PartitionName" in fields:
                 found.append(
@@ -277,6 +316,17 @@ class SlurmClient:
             return "over"
         self._run(["scancel", job_id], unknown=True)
         return "cancelled"
+
+    def requeue(self, job_id: str) -> None:
+        """Put a running job back into the queue; its batch script is killed at once.
+
+        Args:
+            job_id: of one task for arrays (``17_2``): a bare number is all of its tasks.
+
+        Raises:
+            SchedulerError: the job or the site does not allow it.
+        """
+        self._run(["scontrol", "requeue", job_id])
 
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal to the ranks of a running job.

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import ImpossibleError, UsageError
+from hpctrain.launchers import container
 from hpctrain.launchers.environment import check_job_env
 from hpctrain.launchers.shape import cores_per_rank, ranks_per_node
 from hpctrain.launchers.srun import OURS, SrunLauncher, cores_source, split_option
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from hpctrain.rundir import RunDir
     from hpctrain.spec import JobSpec
 
-Part = Literal["sbatch", "module", "site", "node", "srun", "program", "job"]
+Part = Literal["sbatch", "module", "site", "node", "unpack", "srun", "program", "job"]
 """Where a line stands: ``#SBATCH`` options, modules, the site's exports, directories made on
-every node, options of srun, the program, the job's own exports."""
+every node, the packed environment, options of srun, the program, the job's own exports."""
 
 _LONGEST_SIGNAL = 65535
 """Seconds; sbatch takes no larger time in --signal (sbatch(1))."""
@@ -68,6 +69,7 @@ _OURS = {
     "mail-user": "slurm.mail_user",
     "job-name": "name", "J": "name",
     "signal": "slurm.margin",
+    "requeue": "slurm.requeue", "no-requeue": "slurm.requeue",
     "output": "", "o": "", "error": "", "e": "", "open-mode": "",
     "array": "", "a": "", "wrap": "", "parsable": "", "wait": "", "W": "", "test-only": "",
     "chdir": "", "D": "",
@@ -95,11 +97,9 @@ def script_lines(
         *_modules(spec, srun),
         *_site(spec, srun),
         *_node_directories(spec, srun),
-        *(
-            Line("srun", " ".join(bash_quote(token) for token in one.tokens), one.why, one.source)
-            for one in srun.options(spec)
-        ),
-        Line("program", " ".join(bash_quote(token) for token in program), "each rank", OURS),
+        *_unpack(spec, srun),
+        *_srun(spec, run, srun),
+        _program(spec, run, program, srun),
         *(
             Line("job", f"export {name}={bash_quote(value)}", "set in the job file", f"env.{name}")
             for name, value in spec.env.items()
@@ -107,8 +107,19 @@ def script_lines(
     ]
 
 
-def render(spec: JobSpec, run: RunDir, program: Sequence[str], srun: SrunLauncher) -> str:
-    """The batch script; the same text for the same arguments. See script_lines."""
+def render(
+    spec: JobSpec,
+    run: RunDir,
+    program: Sequence[str],
+    srun: SrunLauncher,
+    hook: Sequence[str],
+) -> str:
+    """The batch script; the same text for the same arguments. See script_lines.
+
+    Args:
+        spec, run, program, srun: see script_lines.
+        hook: command that accounts for the job, see hpctrain.launchers.batch_hook.
+    """
     import jinja2
 
     lines = script_lines(spec, run, program, srun)
@@ -121,15 +132,15 @@ def render(spec: JobSpec, run: RunDir, program: Sequence[str], srun: SrunLaunche
     )
     parts = {
         part: [line.text for line in lines if line.part == part]
-        for part in ("sbatch", "module", "site", "node", "srun", "program", "job")
+        for part in ("sbatch", "module", "site", "node", "unpack", "srun", "program", "job")
     }
     template = resources.files("hpctrain.slurm").joinpath("job.sbatch.j2").read_text("utf-8")
     text = environment.from_string(template).render(
         **parts,
         run_id=re.sub(r"[^ -~]", "?", run.id),
         machine=srun.machine.name,
-        state=bash_quote(str(run.state)),
-        launches=bash_quote(str(run.launches)),
+        root=bash_quote(str(run.root)),
+        hook=" ".join(bash_quote(token) for token in hook),
         cores=cores_per_rank(spec, srun.machine),
         walltime=spec.slurm.time,
         margin=math.ceil(spec.slurm.margin),
@@ -150,7 +161,10 @@ def _sbatch(spec: JobSpec, run: RunDir, srun: SrunLauncher) -> Iterator[Line]:
 
     given = "given in the job file"
     yield line(f"--job-name={safe_name(spec.name)}", "shown by squeue", "name")
-    yield line(f"--nodes={spec.nodes}", given, "nodes")
+    if slurm.nodes is None:
+        yield line(f"--nodes={spec.nodes}", given, "nodes")
+    else:
+        yield line(f"--nodes={slurm.nodes}", "as many as there are", "slurm.nodes")
     yield line(f"--ntasks-per-node={ranks_per_node(spec)}", "one task a rank", "ranks_per_node")
     yield line(
         f"--cpus-per-task={cores_per_rank(spec, machine)}",
@@ -176,7 +190,11 @@ def _sbatch(spec: JobSpec, run: RunDir, srun: SrunLauncher) -> Iterator[Line]:
         OURS,
     )
     yield line("--open-mode=append", "a requeue must not truncate the log", OURS)
-    yield line("--requeue", "after a node failure the run goes on from its checkpoint", OURS)
+    if slurm.max_restarts and slurm.requeue != "false":
+        yield line("--requeue", "the run goes on from its checkpoint", "slurm.requeue")
+    else:
+        why = "slurm.max_restarts" if not slurm.max_restarts else "slurm.requeue"
+        yield line("--no-requeue", "Slurm does not start it again by itself", why)
     yield line(
         f"--signal=B:USR1@{_signal_seconds(spec)}",
         "Slurm tells the script before the walltime ends, which passes it on to the ranks",
@@ -212,6 +230,58 @@ def _where(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:
         else:
             continue
         yield Line("sbatch", f"#SBATCH {sbatch_quote(f'--{name}={text}', key)}", why, source)
+
+
+def _srun(spec: JobSpec, run: RunDir, srun: SrunLauncher) -> Iterator[Line]:
+    options = [*srun.options(spec), *container.srun_options(spec, srun.machine, run)]
+    for one in options:
+        text = " ".join(bash_quote(token) for token in one.tokens)
+        if spec.slurm.nodes is not None and text.startswith(("--nodes=", "--ntasks=")):
+            # As many as there are: what `batch begin` has answered.
+            per_node = ranks_per_node(spec)
+            counts = {"--nodes": '"$nodes"', "--ntasks": f'"$((nodes * {per_node}))"'}
+            name = text.partition("=")[0]
+            yield Line("srun", f"{name}={counts[name]}", one.why, "slurm.nodes")
+            continue
+        yield Line("srun", text, one.why, one.source)
+
+
+def _program(spec: JobSpec, run: RunDir, program: Sequence[str], srun: SrunLauncher) -> Line:
+    tokens = container.program(spec, srun.machine, run, list(program))
+    if spec.python_env.archive is None:
+        text = " ".join(bash_quote(token) for token in tokens)
+        return Line("program", text, "each rank", OURS)
+    # The environment's own hpctrain, where it was unpacked on each node.
+    text = '"$unpacked"/bin/python "$unpacked"/bin/hpctrain ' + " ".join(
+        bash_quote(token) for token in program[1:]
+    )
+    return Line("program", text, "each rank, from the unpacked environment", "python_env.archive")
+
+
+def _unpack(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:
+    """Where the packed environment goes on each node."""
+    if spec.python_env.archive is None:
+        return
+    if spec.container.image is not None:
+        raise UsageError("python_env and container: ranks run from one of the two")
+    path, source = spec.python_env.path, "python_env.path"
+    storage = srun.machine.storage
+    if path is None and storage.node_local is not None and storage.node_local.path is not None:
+        path, source = storage.node_local.path, storage.provenance("node_local").source
+        if storage.node_local.constraint is not None:
+            tokens = " ".join(
+                sbatch_quote(token, source) for token in split_option(storage.node_local.constraint)
+            )
+            yield Line("sbatch", f"#SBATCH {tokens}", "brings node-local storage", source)
+    if path is None:
+        raise ImpossibleError(
+            f"python_env: machine {srun.machine.name} names no node-local storage",
+            hint="set python_env.path to a directory that each node has for itself",
+        )
+    yield Line("unpack", f"archive={bash_quote(spec.python_env.archive)}", "sent to each node",
+               "python_env.archive")  # fmt: skip
+    where = bash_expanding(f"{path.rstrip('/')}/hpctrain-env-${{SLURM_JOB_ID}}")
+    yield Line("unpack", f"unpacked={where}", "node-local, gone with the job", source)
 
 
 def _signal_seconds(spec: JobSpec) -> int:

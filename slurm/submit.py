@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def submit(
     *,
     restore: int = -1,
     directory: Path | None = None,
+    options: Sequence[str] = (),
+    automatic: bool = False,
 ) -> Submission:
     """Write the script, submit it, add the LaunchRecord.
 
@@ -49,6 +52,8 @@ def submit(
         client: talks to Slurm.
         restore: checkpoint step to start from; -1 is the newest good one.
         directory: where the job starts; the present one where not given.
+        options: of sbatch, above those of the script.
+        automatic: it follows an earlier incarnation by itself.
 
     Raises:
         SchedulerError: Slurm refused the job; the run directory holds the script then.
@@ -57,14 +62,20 @@ def submit(
     run.logs.mkdir(parents=True, exist_ok=True)
     run.stop_file.unlink(missing_ok=True)
     write_script(run.script, script)
-    submitted = client.submit(run.script, directory=directory)
+    submitted = client.submit(run.script, directory=directory, options=options)
     cluster = submitted.cluster or client.cluster()
-    launch = add_launch(run, spec, submitted.job_id, cluster, restore=restore)
+    launch = add_launch(run, spec, submitted.job_id, cluster, restore=restore, automatic=automatic)
     return Submission(launch, submitted.warnings)
 
 
 def add_launch(
-    run: RunDir, spec: JobSpec, job_id: str, cluster: str, *, restore: int = -1
+    run: RunDir,
+    spec: JobSpec,
+    job_id: str,
+    cluster: str,
+    *,
+    restore: int = -1,
+    automatic: bool = False,
 ) -> LaunchRecord:
     """Write down that Slurm has a run: ``12345``, or ``12345_7`` for a task of an array."""
     launch = LaunchRecord(
@@ -76,6 +87,7 @@ def add_launch(
         host=socket.gethostname(),
         cluster=cluster,
         restore=restore,
+        automatic=automatic,
     )
     run.add_launch(launch)
     return launch

@@ -25,6 +25,8 @@ COMMANDS = {
     "plan": "Say whether a job fits, how fast it is, and what would be better.",
     "submit": "Start a run from a job file, here or on Slurm.",
     "status": "Show where a run stands, and why.",
+    "top": "Show all runs that are alive, and how they do.",
+    "history": "List all runs of a directory tree.",
     "logs": "Print what the ranks of a run wrote.",
     "cancel": "Stop a run.",
     "resume": "Go on with a run from its last checkpoint.",
@@ -37,7 +39,9 @@ COMMANDS = {
     "topo": "Show ranks, their places and groups, and what links them.",
     "schedule": "Show, compare and check pipeline schedules.",
     "calibrate": "Measure this node for the planner.",
+    "site": "List, show and check machines, or describe a new one.",
     "doctor": "Check what this machine has and what is missing.",
+    "batch": "Begin and end a Slurm job (its batch script does this).",
     "run": "Run one rank (every rank executes this).",
 }
 """Every command and its short help, in the order in which a person meets them."""

@@ -144,7 +144,8 @@ def summarise(view: RunView) -> None:
     rows.append(("steps", f"{view.step} of {view.total_steps}{took}"))
     if summary.steps:
         first, last = summary.steps[0], summary.steps[-1]
-        rows.append(("loss", f"{text.loss(first.loss)} -> {text.loss(last.loss)}"))
+        if summary.losses or not summary.spec.emulated:  # what is simulated has none
+            rows.append(("loss", f"{text.loss(first.loss)} -> {text.loss(last.loss)}"))
         rows.append(("speed", f"{text.speed(summary.tokens_per_second)} (median)"))
     what = summary.spec.model.module or f"{format_count(summary.parameters or 0)} parameters"
     ranks = view.launch.world_size if view.launch else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
@@ -24,11 +25,16 @@ def _complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -
 def command(key: str, job: str | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Say what KEY means: what may stand there, its unit and its default.
 
+    KEY may also be an option or a variable of the job's batch script, for example --gpu-bind or
+    NCCL_NET, or `script` for all of them: why it is rendered, and from which source.
+
     With a job file, also the value in force and where it came from: the file with line and
     column, --set, a preset, the default, or worked out from other keys.
     """
     from hpctrain.cli import reference
 
+    if job is not None and _explain_script(key, job, overrides, as_json):
+        return
     found = reference.find_key(key)
     inside = [one for one in reference.all_keys() if one.key.startswith(f"{key}.")]
     value = _value(key, job, overrides) if job is not None else None
@@ -57,6 +63,33 @@ def command(key: str, job: str | None, overrides: tuple[str, ...], as_json: bool
     if found.section:
         rows.append(("keys", "\n".join(one.key for one in inside)))
     output.pairs(rows, indent="  ")
+
+
+def _explain_script(key: str, path: str, overrides: tuple[str, ...], as_json: bool) -> bool:
+    """Explain lines of the batch script; False where ``key`` is none of it."""
+    from hpctrain.cli import reference
+
+    if any(one.key == key for one in reference.all_keys()):
+        return False
+    from hpctrain.cli.launch import script_lines_of
+    from hpctrain.cli.prepare import load
+
+    lines = script_lines_of(load(path, overrides))
+    name = key.lstrip("-")
+    if key != "script":
+        word = re.compile(rf"(^|\s|--?){re.escape(name)}(=|\s|$)")
+        lines = [one for one in lines if word.search(one.text)]
+    if not lines:
+        return False
+    if as_json:
+        names = ("part", "text", "why", "source")
+        output.emit_json({"lines": [{n: getattr(one, n) for n in names} for one in lines]})
+        return True
+    for one in lines:
+        output.line(one.text if one.part != "module" else f"module load {one.text}")
+        output.line(f"  {one.why}")
+        output.line(f"  from {one.source}")
+    return True
 
 
 def _value(key: str, path: str, overrides: tuple[str, ...]) -> dict[str, Any]:

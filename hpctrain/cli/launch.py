@@ -16,10 +16,11 @@ from hpctrain.cli.view import FINAL, RunView, look, lost_words
 from hpctrain.errors import Exit, HpctrainError, ImpossibleError, SchedulerError, UsageError
 from hpctrain.records import RunStatus, StateRecord, write_json
 from hpctrain.rundir import RunDir, safe_name
-from hpctrain.units import format_bytes
+from hpctrain.units import format_bytes, format_walltime
 
 if TYPE_CHECKING:
     from hpctrain.machine import Machine
+    from hpctrain.slurm.script import Line
     from hpctrain.spec import JobSpec
 
 Launcher = Literal["local", "slurm"]
@@ -63,11 +64,7 @@ def create(
     _write_job(run, text, job.spec)
     described = provenance.describe(job, argv, Path.cwd())
     write_json(run.provenance, described | {"hardware": provenance.hardware(prepared)})
-    if job.spec.emulated:
-        from hpctrain.plan.emulation import emulation_table
-
-        cores = len(os.sched_getaffinity(0))
-        write_json(run.emulation, emulation_table(job.spec, prepared.machine, cores))
+    _write_emulation(run, prepared)
     if job.spec.env:
         run.provenance.chmod(_PRIVATE)
     return run
@@ -78,6 +75,17 @@ def write_job(run: RunDir, prepared: Prepared) -> None:
     from hpctrain.spec import dump_job
 
     _write_job(run, dump_job(prepared.job.spec).encode(), prepared.job.spec)
+    _write_emulation(run, prepared)
+
+
+def _write_emulation(run: RunDir, prepared: Prepared) -> None:
+    """The times of an emulated machine, which depend on the job's model and layout."""
+    if not prepared.job.spec.emulated:
+        return
+    from hpctrain.plan.emulation import emulation_table
+
+    cores = len(os.sched_getaffinity(0))
+    write_json(run.emulation, emulation_table(prepared.job.spec, prepared.machine, cores))
 
 
 def _write_job(run: RunDir, text: bytes, spec: JobSpec) -> None:
@@ -103,6 +111,7 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
     spec = prepared.job.spec
     if launcher == "slurm":
         check_limits(prepared, ask_slurm=True)
+        _check_range(prepared)
     else:
         check_job_env(spec.env)
         _check_emulated(prepared)
@@ -115,6 +124,47 @@ def check_start(prepared: Prepared, launcher: Launcher) -> None:
         hint = f"make it: hpctrain data tokenize TEXT... -o {path}"
         raise UsageError(problem, hint=hint)
     output.warn(f"{problem} on this host")
+
+
+def _check_range(prepared: Prepared) -> None:
+    """Warn of node counts in the job's range that it cannot use."""
+    from hpctrain.cli.elastic import Given, possible
+
+    job, wanted = prepared.job, prepared.job.spec.slurm.nodes
+    if wanted is None:
+        return
+    _, reasons = possible(Given(job.text, job.file, Path.cwd(), job.overrides), wanted.counts)
+    if reasons:
+        first, why = next(iter(reasons.items()))
+        output.warn(
+            f"slurm.nodes {wanted}: the job cannot use {', '.join(map(str, reasons))} nodes and "
+            f"would leave some idle there; {first}: {why}"
+        )
+
+
+def check_budget(prepared: Prepared, yes: bool) -> None:
+    """Refuse a job that may take more node-hours than it is given, unless told to.
+
+    Raises:
+        ImpossibleError: nodes times walltime is more, or there is no walltime to multiply.
+    """
+    spec = prepared.job.spec
+    most = spec.slurm.max_node_hours
+    if most is None or yes:
+        return
+    nodes = spec.nodes if spec.slurm.nodes is None else spec.slurm.nodes.most
+    locate = prepared.job.locate
+    if spec.slurm.time is None:
+        message = f"{most:g} node-hours at most, and slurm.time does not say how long the job runs"
+        raise ImpossibleError(str(locate("slurm.max_node_hours", message)), hint="or pass --yes")
+    hours = nodes * spec.slurm.time / 3600
+    if hours > most:
+        message = (
+            f"{nodes} node{'s' * (nodes > 1)} for {format_walltime(spec.slurm.time)} are "
+            f"{hours:g} node-hours, {most:g} are allowed; each restart may take as many again"
+        )
+        hint = "submit all the same: --yes"
+        raise ImpossibleError(str(locate("slurm.max_node_hours", message)), hint=hint)
 
 
 _RANK_BYTES = 260 * 2**20
@@ -327,11 +377,21 @@ def print_script(prepared: Prepared, runs: Path, *, ask_slurm: bool) -> None:
 
 
 def script_of(run: RunDir, prepared: Prepared) -> str:
-    from hpctrain.launchers import SrunLauncher, mpich_wheel, rank_program
+    from hpctrain.launchers import SrunLauncher, batch_hook, mpich_wheel, rank_program
     from hpctrain.slurm.script import render
 
     srun = SrunLauncher(prepared.machine, mpich_wheel=mpich_wheel(os.environ))
-    return render(prepared.job.spec, run, rank_program(run), srun)
+    return render(prepared.job.spec, run, rank_program(run), srun, batch_hook())
+
+
+def script_lines_of(prepared: Prepared) -> list[Line]:
+    """The lines of the batch script that the job and its machine bring, each with why."""
+    from hpctrain.launchers import SrunLauncher, mpich_wheel, rank_program
+    from hpctrain.slurm.script import script_lines
+
+    run = RunDir(Path("runs").absolute() / f"{safe_name(prepared.job.spec.name)}-dry-run")
+    srun = SrunLauncher(prepared.machine, mpich_wheel=mpich_wheel(os.environ))
+    return script_lines(prepared.job.spec, run, rank_program(run), srun)
 
 
 def check_limits(prepared: Prepared, *, ask_slurm: bool) -> None:

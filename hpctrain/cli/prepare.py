@@ -76,6 +76,10 @@ def prepare(job: Job, directory: Path, machine: Machine | None = None) -> Prepar
     from hpctrain.spec.resolve import check
 
     machine = machine or find_machine(job, directory)
+    if job.spec.emulated:
+        from hpctrain.plan.emulation import check_emulated
+
+        check_emulated(job.spec)
     site = _Site(devices(machine))
     if job.spec.parallel.layout == "auto":
         from hpctrain.plan.auto import chosen

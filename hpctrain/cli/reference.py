@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from hpctrain.errors import UsageError
 from hpctrain.spec import fields
 from hpctrain.spec.job import JobSpec
+from hpctrain.spec.life import Nodes
 from hpctrain.units import format_bytes, format_walltime
 
 # The first piece of metadata of each annotated type is its reader, which tells the types apart.
@@ -90,6 +91,10 @@ UNITS = {
     "checkpoint.parity.keep": "checkpoints",
     "checkpoint.parity.nodes": "nodes",
     "slurm.cpus_per_task": "cores",
+    "slurm.max_restarts": "restarts",
+    "slurm.max_node_hours": "node-hours",
+    "health.stragglers": "steps",
+    "health.dispersion": "steps",
 }
 """What a count counts; sizes and times have their unit from their type, and all counts of
 ``parallel`` are ranks."""
@@ -218,6 +223,8 @@ def _plain_type(annotation: Any) -> str:
         return "list of whole numbers" if whole else "list of text, one line each"
     if origin is tuple:
         return f"list of {len(inner)} numbers"
+    if annotation is Nodes:
+        return "range of nodes (4-8)"
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(_plain_type(one) for one in inner if one is not types.NoneType)
     return _WORDS.get(annotation, "a value")

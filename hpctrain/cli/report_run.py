@@ -56,8 +56,9 @@ def _rows(view: RunView, summary: Summary) -> list[tuple[str, str]]:
     rows.append(("steps", f"{last.step} of {summary.spec.train.steps}"))
     rows.append(("tokens", format_count(last.tokens)))
     lowest = f", lowest {text.loss(min(summary.losses))}" if summary.losses else ""
-    rows.append(("loss", f"{text.loss(first.loss)} at step {first.step}, {text.loss(last.loss)} "
-                 f"at step {last.step}{lowest}"))  # fmt: skip
+    if summary.losses or not summary.spec.emulated:  # what is simulated has none
+        told = f"{text.loss(first.loss)} at step {first.step}, {text.loss(last.loss)} at step "
+        rows.append(("loss", f"{told}{last.step}{lowest}"))
     rows.append(("speed", f"{text.speed(summary.tokens_per_second)}, median of "
                  f"{len(summary.steady)} steps"))  # fmt: skip
     median, slow = summary.step_seconds(0.5), summary.step_seconds(0.95)

@@ -112,18 +112,11 @@ def _job(run: RunDir, overrides: tuple[str, ...]) -> tuple[Prepared, dict[str, t
 
     From the text first given, so that ``auto`` follows a changed number of nodes.
     """
-    from hpctrain.cli.prepare import prepare
+    from hpctrain.cli.elastic import Given
     from hpctrain.cli.reference import show
-    from hpctrain.spec import parse_job, read_job
+    from hpctrain.spec import read_job
 
-    origin = read_json(run.provenance) or {}
-    try:
-        text, file = origin["job_text"], origin["job_file"]
-        given = [*origin["overrides"], *(o for r in origin["resumes"] for o in r["overrides"])]
-        directory = Path(origin["directory"])
-    except (KeyError, TypeError):
-        raise UsageError(f"{run.provenance}: does not say what the job was given as") from None
-    prepared = prepare(parse_job(text, file, [*given, *overrides]), directory)
+    prepared = Given.of(run).prepare(*overrides)
     old, new = _flat(read_job(run.job).spec), _flat(prepared.job.spec)
     changed = {key: (show(old.get(key)), show(new[key])) for key in new if new[key] != old.get(key)}
     broken = [f"{key} was {changed[key][0]}, is {changed[key][1]}"

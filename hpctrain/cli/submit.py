@@ -32,6 +32,9 @@ from hpctrain.cli.options import job_argument, runs_option, set_option
     help="Stay with the run and show its progress, or leave it to itself. "
     "[default: --wait on this machine, --no-wait on Slurm]",
 )
+@click.option(
+    "--yes", is_flag=True, help="Submit although it may take more than slurm.max_node_hours."
+)
 @runs_option
 def command(
     job: str,
@@ -39,6 +42,7 @@ def command(
     launcher: str,
     dry_run: bool,
     wait: bool | None,
+    yes: bool,
     runs: Path,
 ) -> int:
     """Check a job file, make a run directory and start the run.
@@ -56,6 +60,8 @@ def command(
         return 0
     chosen = launch.choose(launcher, prepared)
     launch.check_start(prepared, chosen)
+    if chosen == "slurm":
+        launch.check_budget(prepared, yes)
     run = launch.create(prepared, runs, sys.argv)
     stay = chosen == "local" if wait is None else wait
     return launch.start(run, prepared, launch.Plan(chosen, stay))

@@ -222,6 +222,7 @@ class Starter:
         self.argv = argv
         self._prepared = dict(prepared)
         self._points = {point.id: point for point in index.points}
+        self._refused = 0
 
     def run(self, *, wait: bool) -> int:
         """Start what is missing; the exit code."""
@@ -330,12 +331,15 @@ class Starter:
                     f"{len(left)} run{'s are' if len(left) > 1 else ' is'} left for when the queue "
                     f"has room: hpctrain sweep resume {self.sweep.id}"
                 )
-                return Exit.OK
+                return self._submitted()
             time.sleep(_LOOK_SECONDS)
         if not wait:
             output.line(f"  hpctrain sweep status {self.sweep.id}")
-            return Exit.OK
+            return self._submitted()
         return self._attend()
+
+    def _submitted(self) -> int:
+        return Exit.SCHEDULER if self._refused else Exit.OK
 
     def _attend(self) -> int:
         said = ""
@@ -383,10 +387,16 @@ class Starter:
         for shape, members in groups.items():
             for first in range(0, len(members), LARGEST):
                 part = members[first : first + LARGEST]
-                if len(part) == 1:
-                    self._submit_one(*part[0], client)
-                else:
-                    self._submit_array(shape, part, client)
+                try:
+                    if len(part) == 1:
+                        self._submit_one(*part[0], client)
+                    else:
+                        self._submit_array(shape, part, client)
+                except HpctrainError as error:  # of these runs alone
+                    self._refused += len(part)
+                    output.warn(f"not submitted: {error.message}")
+                    for run, _, _ in part:
+                        launch.conclude(look(run, ask_slurm=False), "failed", error.message)
 
     def _submit_one(
         self, run: RunDir, prepared: Prepared, script: str, client: SlurmClient

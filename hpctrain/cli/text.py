@@ -41,7 +41,7 @@ def progress(view: RunView) -> str:
     parts = [f"step {view.step}/{view.total_steps}"]
     if view.pace.last is not None:
         parts += [f"loss {loss(view.pace.last.loss)}", speed(view.pace.tokens_per_second)]
-    if view.begun and not view.is_final and view.pace.seconds_left is not None:
+    if view.has_eta and view.pace.seconds_left is not None:
         parts.append(f"ETA {format_duration(view.pace.seconds_left)}")
     return "  ".join(parts)
 
@@ -60,10 +60,18 @@ def rows(view: RunView) -> list[tuple[str, str]]:
         found.append(("speed", speed(view.pace.tokens_per_second)))
         if view.pace.last.comm:
             found.append(("traffic", f"{traffic(view.pace.last)} in step {view.pace.last.step}"))
-    if view.begun and not view.is_final and view.pace.seconds_left is not None:
+    if view.has_eta and view.pace.seconds_left is not None:
         found.append(("ETA", format_duration(view.pace.seconds_left)))
     durable = f"step {view.durable_step}" if view.durable_step >= 0 else "none yet"
+    if view.would_lose is not None:
+        durable += f"; a failure now would lose {format_duration(view.would_lose)} of work"
     found.append(("checkpoint", durable))
+    if view.walltime_left is not None:
+        found.append(("walltime", f"{format_duration(view.walltime_left)} left"))
+    if view.restarts:
+        last = view.restarts[-1]
+        words = f"{view.restarted}; last: {last.reason} ({format_duration(age(last.time))} ago)"
+        found.append(("restarts", words))
     if view.launch is not None:
         found.append(("launcher", _launcher(view)))
         found.append(("started", moment(view.launch.submitted)))
@@ -82,7 +90,8 @@ def rows(view: RunView) -> list[tuple[str, str]]:
 def _launcher(view: RunView) -> str:
     launch = view.launch
     assert launch is not None
-    ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
+    count = view.world_size or launch.world_size
+    ranks = f"{count} rank{'s' if count > 1 else ''}"
     attempt = f", attempt {launch.attempt}" if launch.attempt else ""
     if launch.launcher == "slurm":
         state = f" {view.slurm.state}" if view.slurm is not None else ""

@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain import errors
 from hpctrain.cli.metrics import Pace, recent
 from hpctrain.errors import Exit, HpctrainError, SchedulerError
-from hpctrain.records import FailureRecord, LaunchRecord, StateRecord, read_json
+from hpctrain.records import FailureRecord, LaunchRecord, RestartRecord, StateRecord, read_json
 from hpctrain.rundir import RunDir
 
 FINAL = frozenset({"finished", "stopped", "failed", "cancelled"})
@@ -34,8 +34,9 @@ class RunView:
         state: as the ranks last wrote it, or None.
         launch: newest LaunchRecord, or None.
         attempts: incarnations so far.
-        failures: of this incarnation, first one first.
+        failures: of this incarnation, the one that the others follow from first.
         slurm: what Slurm says, or None.
+        restarts: incarnations that ended too early, and what followed.
     """
 
     run: RunDir
@@ -50,6 +51,7 @@ class RunView:
     attempts: int
     failures: tuple[FailureRecord, ...]
     slurm: SlurmWord | None = None
+    restarts: tuple[RestartRecord, ...] = ()
 
     @property
     def is_final(self) -> bool:
@@ -61,6 +63,49 @@ class RunView:
         return -1 if self.state is None else self.state.durable_step
 
     @property
+    def world_size(self) -> int | None:
+        """Ranks of the present or last incarnation."""
+        if self.launch is None:
+            return None
+        state = self.state
+        told = state is not None and state.world_size and state.time > self.launch.submitted
+        return state.world_size if state is not None and told else self.launch.world_size
+
+    @property
+    def has_eta(self) -> bool:
+        """Whether it is at work, and the time to go can be told."""
+        return self.begun and not self.is_final and self.status != "pending"
+
+    @property
+    def restarted(self) -> int:
+        """Times that the run went on by itself."""
+        return sum(one.action != "stop" for one in self.restarts)
+
+    @property
+    def walltime_left(self) -> float | None:
+        """Seconds until Slurm ends the job; None where it does not run or has no end."""
+        if self.slurm is None or self.slurm.end is None or self.slurm.over or self.slurm.waiting:
+            return None
+        return max(0.0, self.slurm.end - time.time())
+
+    @property
+    def would_lose(self) -> float | None:
+        """Seconds of work that would have to be done again if the run died now."""
+        if self.is_final or self.status == "pending" or not self.begun or self.launch is None:
+            return None
+        since = [one.time for one in self.pace.records if one.step <= self.durable_step]
+        if since:
+            return max(0.0, time.time() - since[-1])
+        records = self.pace.records
+        # The step of the checkpoint is not among the newest records: at their pace.
+        if self.durable_step > 0 and len(records) > 1:
+            first, last = records[0], records[-1]
+            pace = (last.time - first.time) / max(1, last.step - first.step)
+            return time.time() - last.time + pace * (last.step - self.durable_step)
+        begun = self.launch.started or records[0].time - records[0].step_seconds
+        return max(0.0, time.time() - begun)
+
+    @property
     def exit_code(self) -> Exit | None:
         """Exit code of the run; None while it is not over."""
         if self.status == "failed":
@@ -70,7 +115,7 @@ class RunView:
 
     def to_dict(self) -> dict[str, Any]:
         """The ``--json`` answer of ``hpctrain status``."""
-        last, launch, running = self.pace.last, self.launch, not self.is_final
+        last, launch = self.pace.last, self.launch
         return {
             "run": self.run.id,
             "path": str(self.run.root),
@@ -81,12 +126,15 @@ class RunView:
             "loss": None if last is None else last.loss,
             "tokens_per_second": self.pace.tokens_per_second,
             "comm": {} if last is None else last.comm,
-            "seconds_left": self.pace.seconds_left if running and self.begun else None,
+            "seconds_left": self.pace.seconds_left if self.has_eta else None,
             "durable_step": self.durable_step,
             "resumed_from": -1 if self.state is None else self.state.resumed_from,
             "attempt": self.attempts - 1,
+            "restarts": self.restarted,
+            "walltime_left": self.walltime_left,
+            "would_lose_seconds": self.would_lose,
             "launcher": None if launch is None else launch.launcher,
-            "world_size": None if launch is None else launch.world_size,
+            "world_size": self.world_size,
             "host": None if launch is None else launch.host,
             "job_id": launch.job_id if launch is not None and launch.job_id else None,
             "slurm_state": None if self.slurm is None else self.slurm.state,
@@ -108,6 +156,7 @@ class SlurmWord:
         waiting: the job has not started.
         reason: why it waits or failed, in words.
         nodes: its node list, empty where it has none.
+        end: when Slurm ends it; None where it says nothing.
     """
 
     state: str
@@ -115,6 +164,7 @@ class SlurmWord:
     waiting: bool
     reason: str = ""
     nodes: str = ""
+    end: float | None = None
 
 
 def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
@@ -134,8 +184,20 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
     if ask_slurm and (state is None or state.status not in FINAL):
         word = _ask_slurm(launch)
         state = run.read_state()
+    elif ask_slurm and state is not None and state.status in ("stopped", "failed"):
+        # Its script decides whether it goes on, or Slurm has requeued it by itself.
+        word = _ask_slurm(launch, known=False)
+        state = run.read_state()
     attempt = len(launches) - 1
     failures = tuple(run.read_failures(attempt)) if launches else ()
+    restarts = tuple(run.read_restarts())
+    if restarts and restarts[-1].attempt == attempt and restarts[-1].action != "stop":
+        failures = ()  # they are dealt with: the next incarnation is on its way
+    if failures:
+        from hpctrain.slurm.lifecycle import cause
+
+        first, _ = cause(failures)
+        failures = (first, *(one for one in failures if one is not first))
     status, reason = _status(run, state, launch, living, word, failures)
     records = recent(run)
     since = launch.submitted if launch is not None else 0.0
@@ -147,7 +209,7 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
     pace = Pace(total, fresh or [record for record in records if record.step <= step])
     return RunView(
         run, status, reason, step, total, pace, bool(fresh), state, launch, len(launches),
-        failures, word,
+        failures, word, restarts,
     )  # fmt: skip
 
 
@@ -173,36 +235,31 @@ def _status(
 ) -> tuple[str, str]:
     status = "created" if state is None else state.status
     reason = "" if state is None else state.reason
+    if word is not None and word.waiting:
+        after = f"; before: {reason}" if reason else ""
+        return "pending", f"{word.reason}{after}"
+    if word is not None and not word.over:
+        if status in ("finished", "cancelled"):
+            return status, reason
+        if status in FINAL or failures:
+            return "stopping", reason or failure_words(failures)
+        return ("starting" if status in ("created", "submitted") else status), reason
     if status in FINAL:
         return status, reason
-    if word is not None and word.waiting:
-        return "pending", word.reason
-    if failures and not _requeued(state, word, failures):
+    if failures:
         return "failed", failure_words(failures)
     if word is not None:
         if word.state == "COMPLETED":
             # The script ends with 0 where all ranks did; their last words may still be on the
             # way to this host through a network file system.
             return "finished", ""
-        if word.over:
-            ended = "cancelled" if word.state.startswith("CANCELLED") else "failed"
-            return ended, word.reason or f"Slurm ended the job: {word.state}"
-        return ("starting" if status in ("created", "submitted") else status), reason
+        ended = "cancelled" if word.state.startswith("CANCELLED") else "failed"
+        return ended, word.reason or f"Slurm ended the job: {word.state}"
     if living is False:
         return "failed", lost_words(run)
     if living and status in ("created", "submitted"):
         return "starting", reason
     return status, reason
-
-
-def _requeued(
-    state: StateRecord | None, word: SlurmWord | None, failures: tuple[FailureRecord, ...]
-) -> bool:
-    """Slurm started the job anew after the failure, and its ranks are at work."""
-    return (
-        word is not None and not word.over and state is not None
-        and state.time > failures[-1].time + 5
-    )  # fmt: skip
 
 
 _TELLING = re.compile(r"signal \d|exit code|error|killed|not found|no such file", re.IGNORECASE)
@@ -242,8 +299,13 @@ def _living(launch: LaunchRecord | None) -> bool | None:
     return local_alive(launch)
 
 
-def _ask_slurm(launch: LaunchRecord | None) -> SlurmWord | None:
-    """What Slurm says; None where there is nothing to ask or it does not answer."""
+def _ask_slurm(launch: LaunchRecord | None, *, known: bool = True) -> SlurmWord | None:
+    """What Slurm says; None where there is nothing to ask or it does not answer.
+
+    Args:
+        launch: whose job.
+        known: the job must be known to it; False asks whether it is in the queue, no more.
+    """
     if launch is None or launch.launcher != "slurm":
         return None
     from hpctrain.slurm.client import SlurmClient
@@ -251,7 +313,9 @@ def _ask_slurm(launch: LaunchRecord | None) -> SlurmWord | None:
 
     client = SlurmClient(os.environ)
     try:
-        info = client.state(launch.job_id)
+        info = client.state(launch.job_id) if known else client.queued(launch.job_id)
+        if info is None and not known:
+            return None
         if info is None:
             # Another cluster's Slurm knows nothing about this job.
             if launch.cluster and client.cluster() != launch.cluster:
@@ -270,6 +334,7 @@ def _ask_slurm(launch: LaunchRecord | None) -> SlurmWord | None:
         waiting=waiting,
         reason=why_pending(info.reason) if waiting else why_failed(info) if info.final else "",
         nodes=info.nodes,
+        end=info.end,
     )
 
 

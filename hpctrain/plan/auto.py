@@ -25,8 +25,15 @@ from hpctrain.spec.resolve import Site
 
 ROOM = 0.95
 """Share of what can be filled that a choice fills at most, where there is one."""
-_CHOSEN = ("data", "shard", "chunks", "stage_layers")
-"""Keys that follow from what the search chooses: a job cannot fix them and ask for the rest."""
+_FIXED = ("tensor", "pipeline", "expert", "expert_tensor")
+"""Degrees that a job may fix while the search chooses the rest."""
+_BESIDE = frozenset(
+    {
+        *("layout", *_FIXED, "context", "sharding", "recompute", "sequence", "schedule"),
+        *("overlap", "tensor_plan", "offload", "emulate", "prefetch", "dispatch"),
+    }
+)
+"""Keys that a job may give beside ``auto``; others follow from what the search chooses."""
 
 
 def chosen(job: Job, machine: Machine, site: Site, directory: Path) -> Job:
@@ -43,8 +50,10 @@ def chosen(job: Job, machine: Machine, site: Site, directory: Path) -> Job:
     parallel = job.spec.parallel
     if parallel.layout != "auto":
         return job
-    for key in _CHOSEN:
-        if key in parallel.model_fields_set:
+    for key in sorted(parallel.model_fields_set - _BESIDE):
+        if getattr(parallel, key) != ParallelSpec.model_fields[key].get_default(
+            call_default_factory=True
+        ):
             problem = job.locate(f"parallel.{key}", "parallel.layout: auto works this out")
             raise UsageError(str(problem), hint=f"leave parallel.{key} out, or give the layout")
     found = auto_layout(_without_layout(job, site, directory), machine, space_of(job.spec))
@@ -84,9 +93,11 @@ def space_of(spec: JobSpec) -> Space:
     """What may be chosen for a job, given the keys that it fixes."""
     parallel, given = spec.parallel, spec.parallel.model_fields_set
     fixed: dict[str, tuple[object, ...]] = {}
-    for key in ("tensor", "pipeline", "expert", "expert_tensor"):
+    for key in _FIXED:
         if key in given:
             fixed[key] = (getattr(parallel, key),)
+    if "context" in given:
+        fixed["context"] = (parallel.context.size,)
     if "sharding" in given:
         fixed["states"] = (parallel.sharding,)
     if "recompute" in given:

@@ -41,12 +41,7 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
     Raises:
         UsageError: a model of the user's own, or one with experts.
     """
-    if spec.model.module is not None:
-        raise UsageError(
-            f"machine.emulate: the shape of model.module {spec.model.module} is not known",
-            hint="give layers, hidden, heads and vocab_size of a transformer that is like it",
-        )
-    refuse_experts(spec)
+    check_emulated(spec)
     work, _ = workload_of(spec, machine)
     strategy = strategy_of(spec)
     model = StepModel(work)
@@ -106,16 +101,21 @@ def _times(value: Any, factor: float) -> Any:
     return value * factor
 
 
-def refuse_experts(spec: JobSpec) -> None:
-    """Experts' dispatch has no emulated time yet.
+def check_emulated(spec: JobSpec) -> None:
+    """Refuse a job whose passes have no known times.
 
     Raises:
-        UsageError: the model has experts.
+        UsageError: a model of the user's own, or one with experts.
     """
+    if spec.model.module is not None:
+        raise UsageError(
+            f"machine.emulate: the shape of model.module {spec.model.module} is not known",
+            hint="give layers, hidden, heads and vocab_size of a transformer that is like it",
+        )
     if spec.model.moe.experts:
         raise UsageError(
             "machine.emulate: a model with experts (model.moe) has no emulated times",
-            hint="hpctrain plan predicts its step",
+            hint=f"hpctrain plan predicts its step, with machine: {spec.machine_name}",
         )
 
 

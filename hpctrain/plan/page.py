@@ -26,7 +26,7 @@ _TIMELINE_MICRO_BATCHES = 24
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse}td,th{padding:.15em .8em .15em 0;text-align:left;vertical-align:top}
-pre{background:#f6f6f6;padding:.8em;overflow:auto}
+pre{background:#f6f6f6;padding:.8em;white-space:pre-wrap}
 .wide{overflow-x:auto}
 td:nth-child(-n+2){white-space:nowrap}
 .legend span{display:inline-block;margin-right:1em}

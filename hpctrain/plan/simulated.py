@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.machine import Machine
-from hpctrain.plan.emulation import refuse_experts
+from hpctrain.plan.emulation import check_emulated
 from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.plan import Plan, make_plan
 from hpctrain.plan.steptime import StepModel
@@ -50,7 +50,7 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
         UsageError: a model of the user's own, or one with experts.
         ImpossibleError: a schedule that the job does not allow.
     """
-    refuse_experts(spec)
+    check_emulated(spec)
     plan = make_plan(spec, machine, alternatives=0)
     work, strategy = plan.work, plan.strategy
     model = StepModel(work)

@@ -65,6 +65,8 @@ class Counter:
         self._notes: deque[tuple[str, Any, int, Any]] = deque()
         # (axis, or group of PyTorch, began, ended)
         self._spans: deque[tuple[Any, float, float]] = deque()
+        # Collectives entered since the start, by group: [members, count, newest].
+        self._entered: dict[str, list[Any]] = {}
         self._lock = threading.Lock()
         self._library: Any = None  # torch.library.Library, which is not typed
         self._timed = False
@@ -124,6 +126,16 @@ class Counter:
             self._seconds.clear()
             return found
 
+    def entered(self) -> dict[str, tuple[str, tuple[int, ...], int, str]]:
+        """Collectives that this rank has entered since the start, by name of the process group:
+        axis, members, how many, and the newest. Messages are none."""
+        with self._lock:
+            self._settle()
+            return {
+                name: (self._axes.get(name, OTHER), members, count, operation)
+                for name, (members, count, operation) in self._entered.items()
+            }
+
     def operations(self) -> dict[str, dict[str, Tally]]:
         """Tallies by axis and operation (``all_reduce``, ``send`` …) since the last take."""
         found: dict[str, dict[str, Tally]] = {}
@@ -164,6 +176,13 @@ class Counter:
             operation, boxed, size, parts = self._notes.popleft()
             group = dist.ProcessGroup.unbox(boxed)
             members = group.size()
+            if members > 1 and operation != "send":
+                row = self._entered.get(group.group_name)
+                if row is None:
+                    ranks = tuple(dist.get_process_group_ranks(group))
+                    row = self._entered[group.group_name] = [ranks, 0, ""]
+                row[1] += 1
+                row[2] = operation
             if members > 1:
                 volume = volume_of(operation, size, members)
                 if parts is not None:

@@ -43,6 +43,14 @@ from hpctrain.spec.fields import (
     as_text,
     show,
 )
+from hpctrain.spec.life import (
+    ContainerSpec,
+    HealthSpec,
+    NodeRange,
+    PythonEnvSpec,
+    Switch,
+    node_range,
+)
 from hpctrain.spec.moe import DispatchSpec, MoeSpec
 from hpctrain.spec.sequence import SequenceSplit
 from hpctrain.spec.transformer import TransformerDims
@@ -722,6 +730,24 @@ class SlurmSpec(Section):
     )
     mail_user: SlurmToken = Field(None, description="Address told of begin, end and failure.")
     comment: OptionalLine = Field(None, description="Comment shown by squeue and sacct.")
+    requeue: Switch = Field(
+        "auto",
+        description="How a run goes on by itself after its walltime, a preemption, a lost node or "
+        "a failed rank: true requeues the job; false submits a successor that depends on it; auto "
+        "requeues, and submits a successor where the site does not let it.",
+    )
+    max_restarts: CountOrZero = Field(
+        20, description="Times that a run goes on by itself; 0 ends it with its first job."
+    )
+    nodes: NodeRange = Field(
+        None,
+        description="Fewest and most nodes that the job takes, as 4-8, in place of `nodes`: each "
+        "start takes what there is, with the same global batch, learning rate and samples.",
+    )
+    max_node_hours: OptionalNumber = Field(
+        None,
+        description="Node-hours of walltime that a submission may ask for without --yes.",
+    )
     sbatch_options: tuple[Annotated[Line, AfterValidator(_option)], ...] = Field(
         (), description="Further sbatch options, one a list item, as --name=value."
     )
@@ -850,10 +876,43 @@ class JobSpec(Section):
         default_factory=lambda: CheckpointSpec(), description="Saving and keeping state."
     )
     slurm: SlurmSpec = Field(default_factory=lambda: SlurmSpec(), description="Slurm's part.")
+    health: HealthSpec = Field(
+        default_factory=lambda: HealthSpec(), description="What watches over the ranks."
+    )
+    container: ContainerSpec = Field(
+        default_factory=lambda: ContainerSpec(), description="An image that the ranks run in."
+    )
+    python_env: PythonEnvSpec = Field(
+        default_factory=lambda: PythonEnvSpec(),
+        description="A packed environment that the ranks run from.",
+    )
     env: Annotated[dict[str, Text], BeforeValidator(lambda v: {} if _null(v) else v)] = Field(
         default_factory=dict,
         description="Environment variables of every rank, byte for byte as written.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _most_nodes(cls, value: Any) -> Any:
+        """Without ``nodes`` a range of nodes starts with its most."""
+        if not isinstance(value, dict) or "nodes" in value:
+            return value
+        slurm = value.get("slurm")
+        try:
+            wanted = node_range(slurm.get("nodes")) if isinstance(slurm, dict) else None
+        except ValueError:
+            return value  # said where it stands
+        return value if wanted is None else {**value, "nodes": wanted.most}
+
+    @model_validator(mode="after")
+    def _nodes_in_range(self) -> Self:
+        wanted = self.slurm.nodes
+        if wanted is not None and not wanted.fewest <= self.nodes <= wanted.most:
+            raise ValueError(
+                f"nodes is {self.nodes}, which is not within slurm.nodes {wanted}; leave it out, "
+                "or give one of them"
+            )
+        return self
 
     def sequence_split(self) -> SequenceSplit:
         """How a sequence of the resolved job lies over its context-parallel ranks."""

@@ -192,6 +192,15 @@ def check(job: Job) -> None:
     tensor = spec.parallel.tensor
     if tensor > 1 and spec.model.module is None:
         _check_tensor(job, tensor)
+    parallel = spec.parallel
+    degrees = (tensor, parallel.pipeline, parallel.expert, parallel.context.size)
+    parted = max(degrees) > 1 or parallel.fsdp
+    if spec.health.dispersion and parted:
+        message = (
+            "gradients are compared where each data-parallel rank holds a whole one: without "
+            "tensor, pipeline, context and expert parallelism, and parallel.sharding none or zero1"
+        )
+        raise _impossible(job, "health.dispersion", message)
     if spec.parallel.context.size > 1:
         _check_context(job)
     if spec.data.documents != "joined":

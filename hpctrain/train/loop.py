@@ -16,6 +16,7 @@ from hpctrain.train.agreement import agree
 from hpctrain.train.metrics import Recorder, peak_memory
 
 if TYPE_CHECKING:
+    from hpctrain.health.monitor import Monitor
     from hpctrain.runtime.context import RankContext
     from hpctrain.spec.job import JobSpec
     from hpctrain.train.checkpointing import Checkpointer
@@ -36,6 +37,7 @@ class Trainer:
     checkpointer: Checkpointer
     recorder: Recorder
     stopwatch: StopWatch
+    monitor: Monitor
     slower: float = 1.0
     """How many times slower an emulated machine runs here than its records say."""
     _step_seconds: float = 0.0
@@ -54,6 +56,7 @@ class Trainer:
         while state.step < train.steps:
             stop = self.step()
             last = state.step == train.steps
+            self.monitor.mark("poll")
             self._conclude(self.checkpointer.poll(self._step_seconds), stop)
             if last or stop or self.checkpointer.due(state.step):
                 self._checkpoint(stop, wait=last or bool(stop))
@@ -64,13 +67,20 @@ class Trainer:
     def step(self) -> int:
         """Take one optimizer step; returns the reason to stop that all agreed on, 0 for none."""
         state, batches = self.state, self.batches
+        monitor, number = self.monitor, state.step + 1
+        monitor.mark("data", number)
         began = time.perf_counter()
         micro_batches = list(batches.next_step())
         data_seconds = time.perf_counter() - began
+        if monitor.looks_at(number):
+            monitor.compare_gradients(self.stepper, number, micro_batches[0])
+        monitor.mark("forward_backward")
         loss = self.stepper.forward_backward(state.step + 1, micro_batches)
+        monitor.mark("update")
         norm = self.stepper.update(state.step + 1)
         mean_loss, grad_norm = float(loss), float(norm)  # waits for the device
         seconds = time.perf_counter() - began
+        monitor.mark("agree")
         agreed = agree(self.context.comm, mean_loss, seconds, self.stopwatch.reason())
         self._step_seconds = agreed.seconds
         state.step += 1
@@ -84,7 +94,10 @@ class Trainer:
                 "with a lower train.lr or more schedule.warmup_steps, or look at the data",
             )
         counter = self.context.communicators.counter
-        if state.step % self.spec.train.log_every == 0 or state.step == self.spec.train.steps:
+        logged = state.step % self.spec.train.log_every == 0 or state.step == self.spec.train.steps
+        comm = self._communication() if logged else {}
+        monitor.step(seconds / self.slower, data_seconds / self.slower, comm if logged else None)
+        if logged:
             self.recorder.step(
                 StepRecord(
                     step=state.step,
@@ -98,7 +111,7 @@ class Trainer:
                     data_seconds=data_seconds / self.slower,
                     checkpoint_seconds=self.checkpointer.take_blocked_seconds() / self.slower,
                     memory_bytes=peak_memory(self.context.device),
-                    comm=self._communication(),
+                    comm=comm,
                     compute_seconds=counter.take_computed() / self.slower,
                 )
             )
@@ -113,6 +126,7 @@ class Trainer:
 
     def _checkpoint(self, stop: int, *, wait: bool) -> None:
         state, recorder = self.state, self.recorder
+        self.monitor.mark("checkpoint")
         if stop:
             recorder.state("stopping", state.step, REASONS[stop])
             recorder.event("signal", REASONS[stop], step=state.step)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import Exit, HpctrainError
+from hpctrain.errors import Exit, HpctrainError, ImpossibleError
 from hpctrain.layout import RankGrid
 from hpctrain.records import LaunchRecord, read_json
 from hpctrain.rundir import RunDir
@@ -78,6 +78,8 @@ def _train(
 
     # Heavy imports come after MPI and after the size check, so that a misconfigured launch
     # ends in seconds.
+    from hpctrain.health.monitor import Monitor
+    from hpctrain.health.profile import differences
     from hpctrain.parallel.optimizer import make_optimizer
     from hpctrain.parallel.parallelize import parallelize
     from hpctrain.runtime.energy import EnergyMeter
@@ -98,6 +100,9 @@ def _train(
         tensorboard=spec.train.tensorboard,
     )
     recorder.state("starting", 0)
+    monitor = Monitor(run, spec, context, launch.attempt, recorder.event)
+    for difference in differences(spec, context):
+        recorder.event("warning", difference)
     source = open_source(spec) if emulation is None else emulation.source()
     seed_everything(spec.train.seed, 0)  # a user's model starts alike on every rank
     model = parallelize(spec, context, None if emulation is None else emulation.passes)
@@ -106,6 +111,14 @@ def _train(
     state = TrainState(model, optimizer)
     root = Path(spec.checkpoint.path) if spec.checkpoint.path else run.checkpoints
     checkpointer = Checkpointer(root, spec, context)
+    found = monitor.preflight(*_planned(root, spec, state, context))
+    if found is not None and (reason := _grounds(found, spec)):
+        recorder.state("stopped", max(0, recorder.durable_step), reason)
+        recorder.event("stopped", reason)
+        monitor.close()
+        recorder.close()
+        shut_down(context)
+        return Exit.STOPPED
     checkpointer.restore(state, launch.restore, recorder)
     checkpointer.guard(state)
     progress["step"] = state.step
@@ -131,6 +144,7 @@ def _train(
         checkpointer=checkpointer,
         recorder=recorder,
         stopwatch=stopwatch,
+        monitor=monitor,
         slower=1.0 if emulation is None else emulation.slower,
     )
     # An emulated machine's energy is not this one's.
@@ -139,6 +153,7 @@ def _train(
         reason = trainer.run()
     finally:
         progress["step"] = state.step
+    monitor.mark("checkpoint")
     _record_energy(context, meter, recorder)
     checkpointer.close(state.step, recorder.durable_step)
     batches.close()
@@ -149,8 +164,38 @@ def _train(
         recorder.state("finished", state.step)
         recorder.event("finished", f"all {state.step} steps", step=state.step)
     recorder.close()
+    monitor.close()
     shut_down(context)
     return Exit.STOPPED if reason else Exit.OK
+
+
+def _planned(root: Path, spec: Any, state: Any, context: Any) -> tuple[list[Path], int]:
+    """Directories that checkpoints go to, and the bytes that the job keeps in the first one."""
+    paths = [root]
+    paths += [Path(one.path) for one in (spec.checkpoint.node, spec.checkpoint.partner)
+              if one.every is not None and one.path is not None]  # fmt: skip
+    own = sum(p.numel() for p in state.model.parameters())
+    # Weights and two moments in fp32; each data-parallel rank holds a whole one or its part.
+    whole = context.comm.allreduce(own) / (1 if spec.parallel.fsdp else context.size("dp"))
+    return paths, int(12 * whole) * (spec.checkpoint.keep + 1)
+
+
+def _grounds(found: Any, spec: Any) -> str:
+    """Why the job must not start on these nodes; empty where it may.
+
+    Raises:
+        ImpossibleError: what no other nodes would mend, or the job does not want others.
+    """
+    problems = [f"{node.name}: {one}" for node in found.nodes for one in node.problems]
+    if found.bad_nodes and spec.health.exclude_bad_nodes:
+        return f"preflight: bad nodes {', '.join(found.bad_nodes)}: {'; '.join(found.findings)}"
+    if problems:
+        raise ImpossibleError(
+            "preflight: " + "; ".join(problems),
+            hint="health.exclude_bad_nodes: true goes on without such nodes where others are well; "
+            "health.preflight: false starts all the same",
+        )
+    return ""
 
 
 def _record_energy(context: RankContext, meter: EnergyMeter | None, recorder: Recorder) -> None:

@@ -1,6 +1,6 @@
-"""A run on a real Slurm that is stopped by its walltime, loses a rank, or raises: what it lost.
+"""Runs on a real Slurm that a person takes up again, on other nodes and in other layouts.
 
-The curve of every interrupted run is compared with that of an uninterrupted one, bit for bit.
+What goes on by itself is in test_slurm_goes_on.py; here max_restarts is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ model: {layers: 2, hidden: 32, heads: 4, vocab_size: 256, dropout: 0.1}
 data: {path: tokens.h5, sequence_length: 32}
 train: {steps: 60, global_batch: 8, micro_batch: 1, lr: 1e-2}
 checkpoint: {every: 5}
-slurm: {time: 5m, margin: 30s, cpus_per_task: 1}
+slurm: {time: 5m, margin: 30s, cpus_per_task: 1, max_restarts: 0}
 """
 
 
@@ -89,55 +89,6 @@ def ranks_of(run: RunDir) -> dict[int, psutil.Process]:
             if "SLURM_PROCID" in environment:
                 found[int(environment["SLURM_PROCID"])] = process
     return found
-
-
-def test_a_walltime_ends_in_a_checkpoint_and_the_next_job_goes_on(login, straight):
-    # The deadline is the walltime less the margin: about ten seconds after the start.
-    login("submit", "job.yaml", "--set", "slurm.time=1m", "--set", "slurm.margin=50s",
-          "--set", "train.steps=100000", "--wait", code=75)  # fmt: skip
-    status = login.status()
-    assert status["status"] == "stopped"
-    assert "walltime" in status["reason"]
-    assert status["durable_step"] == status["step"] > 0
-    if status["step"] < 60:
-        login("resume", login.run().id, "--set", "train.steps=60", "--set", "slurm.time=5m",
-              "--wait")  # fmt: skip
-        assert login.status()["resumed_from"] == status["step"]
-    # The learning rate is a function of train.steps, so only its first warm steps agree; the
-    # samples and the weights before any update do to the last bit.
-    assert curve(login.run())[0][0] == straight[0][0]
-
-
-def test_signalled_by_slurm_it_stops_and_goes_on_bit_for_bit(slurm_cluster, login, straight):
-    login("submit", "job.yaml")
-    run = login.run()
-    wait_for_step(run, 7)
-    job = run.read_launches()[0].job_id
-    slurm_cluster.run("scancel", "--batch", "--signal=USR1", job)
-    slurm_cluster.wait_job(int(job), "FAILED", "COMPLETED", timeout=60)
-    status = login.status()
-    if status["status"] != "finished":  # on a fast machine the signal may come too late
-        assert (status["status"], status["exit_code"]) == ("stopped", 75)
-        assert "SIGUSR1" in status["reason"]
-        login("resume", run.id, "--wait")
-    assert curve(run) == straight
-
-
-def test_a_killed_rank_costs_only_the_steps_since_the_checkpoint(login, straight):
-    login("submit", "job.yaml")
-    run = login.run()
-    wait_for_step(run, 8)
-    ranks_of(run)[2].kill()
-    deadline = time.monotonic() + 60
-    while login.status()["status"] not in ("failed", "finished"):
-        assert time.monotonic() < deadline, "the others hang"
-        time.sleep(0.5)
-    if login.status()["status"] == "failed":
-        done = login("resume", run.id, "--wait")
-        assert "checkpoint of step" in done.stderr
-        (resumed,) = [event for event in run.read_events() if event.kind == "resumed"]
-        assert resumed.data["step"] % 5 == 0
-    assert curve(run) == straight
 
 
 def test_the_first_rank_that_raises_is_named_with_its_host(login, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.launchers import SrunLauncher
-from hpctrain.machine import Machine, get_machine
+from hpctrain.machine import Machine, get_machine, machine_names
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import render
 from hpctrain.spec import Job, JobSpec, resolve
@@ -38,9 +38,10 @@ def script_of(
     program: Sequence[str] = ("/opt/venv/bin/hpctrain", "run", "/runs/r-1"),
     *,
     mpich_wheel: bool = False,
+    hook: Sequence[str] = ("/opt/venv/bin/hpctrain", "batch"),
 ) -> str:
     launcher = SrunLauncher(machine, mpich_wheel=mpich_wheel)
-    return render(spec, run or RunDir(Path("/runs/r-1")), program, launcher)
+    return render(spec, run or RunDir(Path("/runs/r-1")), program, launcher, hook)
 
 
 # The environment values that public reports say get lost on the way to a rank.
@@ -81,15 +82,41 @@ def golden_scripts() -> dict[str, str]:
         env=HOSTILE_ENV,
     )  # fmt: skip
     plain = spec_of(machine, name="plain")
+    elastic = {"nodes": "1-2"}
+    env = {"archive": "/project/it's/env.tar.gz", "path": "/local/${USER}"}
+    packed = spec_of(machine, name="packed", slurm=elastic, nodes=2, python_env=env)
+    image = {"image": "/images/a b.sif", "runtime": "apptainer", "binds": ["/scratch", "/a:/b"]}
     odd = RunDir(Path("/runs/100%j $x/it's"))
     return {
         "plain.sbatch": script_of(plain, machine),
+        "packed.sbatch": script_of(packed, machine),
+        "container.sbatch": script_of(spec_of(machine, name="image", container=image), machine),
         "everything.sbatch": script_of(
             everything, machine, odd, ["/opt/my venv/bin/hpctrain", "run", str(odd.root)]
         ),
     }
 
 
+SITE_NODES = (1, 2, 92)
+
+
+def site_scripts() -> dict[str, str]:
+    """A script of each machine at node counts that differ: one node has no network to configure,
+    two have, and 92 are in another walltime bin of Frontier."""
+    found = {}
+    for name in machine_names():
+        if name == "local":  # depends on the host
+            continue
+        machine = get_machine(name)
+        for nodes in SITE_NODES:
+            train = {"steps": 10, "global_batch": nodes * (machine.devices_per_node or 1)}
+            slurm = {"account": "project", "time": "1h"}
+            spec = spec_of(machine, nodes=nodes, train=train, slurm=slurm)
+            found[f"sites/{name}-{nodes}.sbatch"] = script_of(spec, machine)
+    return found
+
+
 if __name__ == "__main__":
-    for name, text in golden_scripts().items():
+    (GOLDEN / "sites").mkdir(exist_ok=True)
+    for name, text in {**golden_scripts(), **site_scripts()}.items():
         (GOLDEN / name).write_text(text, encoding="utf-8")

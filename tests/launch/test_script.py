@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_helpers import GOLDEN, HOSTILE_ENV, golden_scripts, script_of, site, spec_of
+from launch_helpers import (
+    GOLDEN,
+    HOSTILE_ENV,
+    golden_scripts,
+    script_of,
+    site,
+    site_scripts,
+    spec_of,
+)
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import ImpossibleError, UsageError
 from hpctrain.launchers import SrunLauncher
 from hpctrain.launchers.environment import _BASH_OWN
-from hpctrain.machine import get_machine, machine_names
+from hpctrain.machine import get_machine
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import script_lines
 from hpctrain.slurm.quoting import bash_expanding, bash_quote, log_pattern, sbatch_quote
@@ -51,7 +59,7 @@ def sections(script: str) -> tuple[list[str], str]:
     return lines[1:count], "\n".join(lines[count:])
 
 
-@pytest.mark.parametrize("name", ["plain.sbatch", "everything.sbatch"])
+@pytest.mark.parametrize("name", sorted(golden_scripts()))
 def test_script_is_the_golden_one(name: str) -> None:
     """After a wanted change: python tests/launch/launch_helpers.py, and read the difference."""
     assert golden_scripts()[name] == (GOLDEN / name).read_text(encoding="utf-8")
@@ -64,7 +72,7 @@ def test_same_arguments_give_the_same_bytes() -> None:
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_has_nothing_to_say() -> None:
     done = subprocess.run(
-        ["shellcheck", *sorted(map(str, GOLDEN.glob("*.sbatch")))],
+        ["shellcheck", *sorted(map(str, GOLDEN.rglob("*.sbatch")))],
         capture_output=True,
         text=True,
         timeout=60,
@@ -73,14 +81,28 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 92])
-@pytest.mark.parametrize("name", machine_names())
-def test_script_of_every_site_is_bash(name: str, nodes: int) -> None:
-    machine = get_machine(name)
-    spec = spec_of(machine, nodes=nodes, train={"steps": 1, "global_batch": 92 * 2 * 840})
-    text = script_of(spec, machine)
-    bash(text, "-n")
-    assert f"#SBATCH --nodes={nodes}\n" in text
+def test_scripts_of_all_sites_are_the_golden_ones() -> None:
+    """13 machines at 1, 2 and 92 nodes, whole; see test_script_is_the_golden_one."""
+    scripts = site_scripts()
+    there = {str(path.relative_to(GOLDEN)) for path in (GOLDEN / "sites").glob("*.sbatch")}
+    assert there == set(scripts)
+    for name, text in scripts.items():
+        assert text == (GOLDEN / name).read_text(encoding="utf-8"), name
+        bash(text, "-n")
+
+
+def test_frontier_by_number_of_nodes() -> None:
+    one, two = (site_scripts()[f"sites/frontier-{nodes}.sbatch"] for nodes in (1, 2))
+    assert "export NCCL_NET=Socket\n" in one
+    assert "export NCCL_NET=OFI\n" in two
+    assert "disable_rdzv_get" not in one
+    assert "FI_CXI_RDZV_PROTO" not in one
+    assert "export FI_CXI_RDZV_PROTO=alt_read\n" in two
+    assert two.count("--network=disable_rdzv_get") == 2  # sbatch and srun
+
+
+def test_alps_has_a_blank_in_a_value() -> None:
+    assert "export NCCL_NET='AWS Libfabric'\n" in site_scripts()["sites/alps-2.sbatch"]
 
 
 def test_every_line_says_why_and_from_where_and_is_in_the_script() -> None:
@@ -187,10 +209,80 @@ def test_hostile_text_anywhere_is_refused_or_one_word(
                or "\x7f" in line or "\x1b" in line for line in options)  # fmt: skip
     # The command of the ranks, as bash splits it.
     start = text.index('exec "$setsid" "$srun"')
-    command = text[start : text.index("\n) &")].replace("exec", "printf '%s\\0'", 1)
+    command = text[start : text.index("\n}\nstatus=75")].replace("exec", "printf '%s\\0'", 1)
     words = bash(command, env={"setsid": "setsid", "srun": "srun"}).split(b"\0")[:-1]
     assert words[-3:] == [b"/opt/hpctrain", b"run", str(run.root).encode()]
     assert f"--prolog={option}".encode() in words
+
+
+def ranks_command(text: str) -> list[bytes]:
+    """The command of the ranks, as bash splits it."""
+    start = text.index('exec "$setsid" "$srun"')
+    command = text[start : text.index("\n}\nstatus=75")].replace("exec", "printf '%s\\0'", 1)
+    env = {"setsid": "setsid", "srun": "srun", "nodes": "3", "unpacked": "/u p"}
+    return bash(command, env=env).split(b"\0")[:-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(image=NASTY, archive=NASTY, bind=NASTY)
+def test_hostile_images_and_archives_stay_one_word(image: str, archive: str, bind: str) -> None:
+    machine = site()
+    if any(c in image + archive + bind for c in "\r\n"):
+        return
+    for runtime in ("apptainer", "pyxis", "podman-hpc"):
+        container = {"image": f"i{image}", "runtime": runtime, "binds": [f"/b{bind}"]}
+        spec = spec_of(machine, container=container)
+        if "," in bind or ":" in bind:
+            with pytest.raises(UsageError, match=r"container\.binds\.0"):
+                script_of(spec, machine)
+            continue
+        text = script_of(spec, machine)
+        bash(text, "-n")
+        words = ranks_command(text)
+        joined = [word for word in words if f"i{image}".encode() in word]
+        assert joined, words
+        assert any(f"/b{bind}:/b{bind}".encode() in word for word in words)
+        assert words[-3:] == [b"hpctrain", b"run", b"/runs/r-1"]
+    text = script_of(
+        spec_of(machine, python_env={"archive": f"/a{archive}", "path": "/tmp/${USER}"}), machine
+    )
+    bash(text, "-n")
+    told = bash(
+        next(x for x in text.split("\n") if x.strip().startswith("archive="))
+        + '\nprintf %s "$archive"'
+    )
+    assert told == f"/a{archive}".encode()
+    assert ranks_command(text)[-4:] == [
+        b"/u p/bin/python", b"/u p/bin/hpctrain", b"run", b"/runs/r-1",
+    ]  # fmt: skip
+
+
+def test_what_no_machine_says_is_refused() -> None:
+    machine = site()
+    with pytest.raises(ImpossibleError, match=r"container\.runtime: machine testsite does not say"):
+        script_of(spec_of(machine, container="x.sif"), machine)
+    perlmutter = get_machine("perlmutter")
+    with pytest.raises(ImpossibleError, match="starts images with shifter, which is not rendered"):
+        script_of(spec_of(perlmutter, container="x"), perlmutter)
+    with pytest.raises(UsageError, match="ranks run from one of the two"):
+        script_of(
+            spec_of(machine, container={"image": "x", "runtime": "pyxis"}, python_env="/a.tgz"),
+            machine,
+        )
+
+
+def test_a_range_of_nodes_leaves_the_number_to_the_job() -> None:
+    text = script_of(spec_of(site(), slurm={"nodes": "2-5"}), site())
+    assert "#SBATCH --nodes=2-5\n" in text
+    words = ranks_command(text)
+    assert b"--nodes=3" in words
+    assert b"--ntasks=12" in words  # 4 a node on this site
+
+
+def test_without_restarts_slurm_is_told_so() -> None:
+    assert "#SBATCH --requeue\n" in script_of(spec_of(site()), site())
+    for slurm in ({"max_restarts": 0}, {"requeue": False}):
+        assert "#SBATCH --no-requeue\n" in script_of(spec_of(site(), slurm=slurm), site())
 
 
 @pytest.mark.parametrize(
@@ -202,6 +294,7 @@ def test_hostile_text_anywhere_is_refused_or_one_word(
         ("-o x.log", "it cannot be changed"),
         ("--array=1-4", "it cannot be changed"),
         ("--mem=4G", "write it as slurm.memory"),
+        ("--requeue", "write it as slurm.requeue"),
     ],
 )
 def test_options_that_the_script_sets_itself_are_refused(option: str, instead: str) -> None:
@@ -254,7 +347,7 @@ def test_deadline_is_the_end_of_the_job_minus_the_margin(
     slurm: dict[str, Any], end: str | None, expected: Any
 ) -> None:
     text = script_of(spec_of(site(), slurm=slurm), site())
-    body = text[text.index("export OMP_NUM_THREADS") : text.index("state=")]
+    body = text[text.index("export OMP_NUM_THREADS") : text.index("setsid=")]
     env = {"PATH": "/usr/bin:/bin"} | ({} if end is None else {"SLURM_JOB_END_TIME": end})
     told = bash(f"{body}\necho ${{HPCTRAIN_DEADLINE-none}}; date +%s\n", env=env).split()
     wanted = expected(int(told[1]))

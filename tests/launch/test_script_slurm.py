@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from launch_helpers import HOSTILE_ENV, script_of, spec_of
 
+from hpctrain.launchers import batch_hook
 from hpctrain.machine import get_machine
 from hpctrain.records import StateRecord
 from hpctrain.rundir import RunDir
@@ -73,7 +74,7 @@ def submitted(slurm_cluster: SlurmCluster, run: RunDir, tmp_path: Path) -> Itera
         machine = get_machine("local")
         spec = spec_of(machine, **keys)
         tokens = [sys.executable, str(program), str(where.root)]
-        script = script_of(spec, machine, where, tokens, mpich_wheel=True)
+        script = script_of(spec, machine, where, tokens, mpich_wheel=True, hook=batch_hook())
         client = SlurmClient(slurm_cluster.env | (caller or {}))
         return submit(spec, where, script, client, directory=tmp_path)
 

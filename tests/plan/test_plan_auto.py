@@ -55,6 +55,9 @@ def test_what_a_job_gives_beside_it_stays():
     assert job.job.spec.train.micro_batch == 1
     assert job.job.source("parallel.tensor").kind == "set"
     assert prepared("parallel.pipeline=4").job.spec.parallel.pipeline == 4
+    shared = prepared("parallel.context=4").job.spec.parallel
+    assert (shared.context.size, shared.context.method) == (4, "ring")
+    assert shared.tensor * shared.pipeline * 4 * shared.data == 16
 
 
 def test_experts_are_spread_too():
@@ -83,6 +86,8 @@ def test_what_cannot_be_is_said():
     assert "nearest possible: about" in (caught.value.hint or "")
     with pytest.raises(UsageError, match=r"parallel.chunks: parallel.layout: auto works this out"):
         prepared("parallel.chunks=2")
+    with pytest.raises(UsageError, match=r"parallel.data: parallel.layout: auto works this out"):
+        prepared("parallel.data=4")
     with pytest.raises(UsageError, match="the planner knows no shape"):
         prepared("model={module: my.model:build}")
 

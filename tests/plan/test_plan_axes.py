@@ -58,6 +58,30 @@ def test_context_ranks_share_activations_and_pass_keys_round():
     assert (("dp_replicate", "dp_shard", "cp"), "all_reduce") in by_axis(work, four)
 
 
+def test_a_jobs_context_ranks_are_planned():
+    from pathlib import Path
+
+    from hpctrain.machine import get_machine
+    from hpctrain.plan.plan import make_plan
+    from hpctrain.spec import parse_job, resolve
+
+    text = """\
+machine: dgx-h100
+nodes: 2
+model: llama-8b
+data: {path: t.h5, sequence_length: 32768}
+parallel: {context: 4, sharding: zero3}
+train: {steps: 100, global_batch: 16, micro_batch: 1, precision: bf16}
+"""
+    machine = get_machine("dgx-h100")
+    plan = make_plan(resolve(parse_job(text), machine, Path("/")).spec, machine, alternatives=0)
+    assert (plan.strategy.layout.cp, plan.strategy.layout.dp_shard) == (4, 4)
+    assert plan.exposed["cp"] == plan.step.split["context parallel"]
+    alone = parse_job(text, overrides=("parallel.context=1",))
+    other = make_plan(resolve(alone, machine, Path("/")).spec, machine, alternatives=0)
+    assert plan.memory[0].activations == pytest.approx(other.memory[0].activations / 4)
+
+
 def test_expert_ranks_share_experts_and_exchange_tokens():
     """Sixteen experts over four ranks, each cut in two: an eighth of them a rank, in two copies."""
     work = workload(SPARSE)

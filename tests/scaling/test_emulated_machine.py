@@ -151,6 +151,7 @@ def test_a_model_of_ones_own_has_no_times(tmp_path):
         "machine: {emulate: frontier}\nmodel: {module: m:f}\ndata: {module: m:g}\n"
         "train: {steps: 1, global_batch: 8}\n"
     )
-    ready = prepare(job, tmp_path)
     with pytest.raises(UsageError, match=r"model\.module m:f is not known"):
-        emulation_table(ready.job.spec, ready.machine)
+        prepare(job, tmp_path)
+    with pytest.raises(UsageError, match=r"model with experts"):
+        prepared("model.moe.experts=4")

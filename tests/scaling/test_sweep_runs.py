@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from hpctrain.launchers import LocalLauncher
 
 HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
 ROOT = Path(__file__).parents[2]
@@ -74,6 +77,19 @@ def test_a_failed_point_stops_no_other_and_is_run_again(folder):
     assert len(list((folder / "runs").iterdir())) == 1
 
 
+def test_ranks_are_pinned_to_cores_of_their_own():
+    cores = sorted(os.sched_getaffinity(0))
+    spec = SimpleNamespace(nodes=1, ranks_per_node=min(2, len(cores)))
+    mine = [[core] for core in cores[: spec.ranks_per_node]]
+    launcher = LocalLauncher.find(os.environ, cores=mine)
+    show = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"]
+    done = subprocess.run(launcher.command(spec, show), capture_output=True, text=True, timeout=60)
+    assert sorted(done.stdout.split("\n")[:-1]) == sorted(str(one) for one in mine)
+    # More ranks than cores were given for: nothing is pinned.
+    spec.ranks_per_node = len(mine) + 1
+    assert "taskset" not in " ".join(launcher.command(spec, show))
+
+
 @pytest.mark.timeout(240)
 def test_points_of_one_shape_are_one_array_on_a_real_slurm(slurm_cluster, folder):
     (folder / "sweep.yaml").write_text(
@@ -116,5 +132,11 @@ def test_points_of_one_shape_are_one_array_on_a_real_slurm(slurm_cluster, folder
         )
         done = call("sweep", "few.yaml", "--launcher", "slurm", "--yes")
         assert "1 run is left for when the queue has room" in done.stdout
+        # What Slurm refuses is failed, and resumed later; the others are submitted.
+        (folder / "refused.yaml").write_text("job: job.yaml\naxes: {slurm.reservation: [nosuch]}\n")
+        done = call("sweep", "refused.yaml", "--launcher", "slurm", "--yes", code=4)
+        assert "not submitted: sbatch" in done.stderr
+        rows = json.loads(call("sweep", "status", "refused", "--json").stdout)["runs"]
+        assert [row["status"] for row in rows] == ["failed"]
     finally:
         slurm_cluster.cancel_all()

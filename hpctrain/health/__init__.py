@@ -1,0 +1,1 @@
+"""Health of a job: preflight, heartbeats, watchdog, stragglers, inconsistency."""
