@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: quickstart test whole folding faults life lint clean
+.PHONY: quickstart test whole faults life lint clean
 
 quickstart: $(VENV)/.local data/english.h5
 	$(BIN)/hpctrain submit docs/examples/quickstart.yaml
@@ -15,10 +15,6 @@ test: $(VENV)/.dev
 # Every case of what the suite samples: about an hour on two cores.
 whole: $(VENV)/.dev
 	$(BIN)/python -m pytest -m whole $(PYTEST_ARGS)
-
-# Attention and experts in every pair of layouts that 8 ranks allow; some minutes.
-folding: $(VENV)/.dev
-	HPCTRAIN_FOLDING=all $(BIN)/python -m pytest -q tests/parallel/test_expert_folding.py
 
 # Runs on Slurm that are broken in every way and have to reach their last step; some minutes.
 life: $(VENV)/.dev

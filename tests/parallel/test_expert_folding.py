@@ -1,14 +1,12 @@
 """Attention and experts laid on the same ranks in ways of their own, against one rank.
 
 Every pair of a dense layout (tp, cp, dp) and an expert layout (etp, ep, edp) that share a pipeline,
-on 8 ranks: ``make folding``, which sets HPCTRAIN_FOLDING=all and takes some minutes. Otherwise a
-sample in which every degree of one side meets several of the other. On 4 ranks, of which two are
+on 8 ranks, by ``make whole``. The suite takes a sample in which every degree of one side meets
+several of the other. On 4 ranks, of which two are
 taken for a node, what else experts are combined with.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 from test_expert import CAPACITY, JOB, SIGMOID, SWIGLU, ZERO1, ZERO2, ZERO3, assert_parity
@@ -104,19 +102,20 @@ def test_four_ranks(four_ranks, group):
     assert_parity([report for report in four_ranks if report["layout"] in wanted])
 
 
-@pytest.mark.timeout(1900)
-def test_eight_ranks():
-    everything = os.environ.get("HPCTRAIN_FOLDING") == "all"
-    layouts = pairs() if everything else SAMPLE
-    reports = check_parity(
-        8,
-        EIGHT,
-        *(text.split() for text in layouts),
-        steps=3,
-        learns=0.02,
-        timeout=1800 if everything else 300,
-    )
-    assert_parity(reports)
+def on_eight_ranks(layouts: list[str], timeout: float) -> None:
+    split = (text.split() for text in layouts)
+    assert_parity(check_parity(8, EIGHT, *split, steps=3, learns=0.02, timeout=timeout))
+
+
+@pytest.mark.timeout(420)
+def test_a_sample_of_pairs():
+    on_eight_ranks(SAMPLE, timeout=400)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(3600)
+def test_every_pair():
+    on_eight_ranks(pairs(), timeout=3500)
 
 
 def test_there_are_as_many_pairs_as_there_should_be():
