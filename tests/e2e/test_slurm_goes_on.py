@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from life_helpers import HPCTRAIN, STEPS, Life
+from life_helpers import HPCTRAIN, STEPS, Life, wait_for
 from life_tokens import make_tokens
 
 from hpctrain.cli.launch import create
@@ -216,6 +216,8 @@ def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
     )
     life.go(14)
     cluster.wait_job(urgent, "COMPLETED", timeout=60)
+    # The ranks may have come to step 22 before they were preempted.
+    wait_for(lambda: len(life.run.read_launches()) == 3, 120, life.tell)
     life.held(22)
     lost = int(
         cluster.job(int(launch.job_id)).nodes.strip("node[]").replace(",", "-").split("-")[1]
