@@ -203,6 +203,8 @@ class Saver:
     def poll(self) -> list[Outcome]:
         """Checkpoints that ended since the last call; collective, to be called at step
         boundaries. Cheap, and free while nothing is in flight."""
+        if self._latest is not None and self._latest.copied:
+            self.wait_copied()
         self._advance()
         finished, self._finished = self._finished, []
         if finished and self._warnings:
@@ -270,8 +272,11 @@ class Saver:
 
     def _commit(self, snapshot: Snapshot) -> None:
         try:
+            snapshot.wait_confirmed()
             self.store.commit(snapshot)
             snapshot.committed = True
+        except Abandoned:
+            snapshot.commit_fault = snapshot.error or "given up"
         except HpctrainError as error:
             snapshot.commit_fault = error.message
         except BaseException as error:
@@ -368,11 +373,13 @@ class Saver:
 
 def _status(snapshot: Snapshot, names: Sequence[str]) -> list[int]:
     must = STORE if STORE in snapshot.tiers else None
-    failed = snapshot.done and (
-        must in snapshot.faults if must else not snapshot.reached.issuperset(snapshot.tiers)
+    done = snapshot.done and snapshot.confirmed
+    failed = done and (
+        snapshot.error is not None
+        or (must in snapshot.faults if must else not snapshot.reached.issuperset(snapshot.tiers))
     )
     return [
-        int(snapshot.done),
+        int(done),
         int(failed),
         int(snapshot.committed),
         int(snapshot.commit_fault is not None),

@@ -18,6 +18,7 @@ from hpctrain.io.sources import Sources
 from hpctrain.io.staging import Batch, Staging
 
 _POLL_SECONDS = 0.0005
+_PATIENCE_SECONDS = 0.05
 
 
 class Snapshot:
@@ -80,6 +81,7 @@ class Snapshot:
         self._low = 0
         self._prepared = threading.Event()
         self._issued = threading.Event()
+        self._confirmed = threading.Event()
         self._landed = threading.Event()
         self._sealed = threading.Event()
 
@@ -95,6 +97,16 @@ class Snapshot:
             not self.committing or self.committed or self.commit_fault is not None
         )
 
+    @property
+    def copied(self) -> bool:
+        """Whether nothing is left to be copied."""
+        return self._issued.is_set()
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the training thread has seen that nothing changed before it was copied."""
+        return self._confirmed.is_set()
+
     # ---- training thread --------------------------------------------------------------------
 
     def wait_copied(self) -> None:
@@ -105,6 +117,12 @@ class Snapshot:
                 self._issued.wait()
             self._sources.order()
             self._ordered = True
+            # torch counts a change when it is done: the copier may have met one that was not.
+            try:
+                self._sources.confirm()
+            except HpctrainError as error:
+                self._error = error.message
+            self._confirmed.set()
 
     # ---- copier thread ----------------------------------------------------------------------
 
@@ -166,6 +184,18 @@ class Snapshot:
             flags[number] = 1
 
     # ---- writer thread ----------------------------------------------------------------------
+
+    def wait_confirmed(self) -> None:
+        """Return when the training thread has been in :meth:`wait_copied`.
+
+        Raises:
+            Abandoned: it never will be, or it saw that something had changed.
+        """
+        while not self._confirmed.wait(_PATIENCE_SECONDS):
+            if self.abandoned:
+                raise Abandoned
+        if self._error is not None:
+            raise Abandoned
 
     def wait_ready(self, piece: int, end: int) -> None:
         """Return when the bytes of a piece before ``end`` are there.

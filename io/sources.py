@@ -50,6 +50,13 @@ class Sources(Protocol):
         for long.
         """
 
+    def confirm(self) -> None:
+        """Called in the training thread when it is told that the tensors may change.
+
+        Raises:
+            CheckpointError: a tensor was changed before.
+        """
+
     def check(self) -> None:
         """Called in a background thread after the last copy was issued, before the tensors may
         change.
@@ -84,6 +91,9 @@ class HostSources:
     def copy(self, items: Sequence[Item]) -> None:
         for item in items:
             np.copyto(item.out, self._arrays[item.index][item.rows])
+
+    def confirm(self) -> None:
+        return
 
     def check(self) -> None:
         return

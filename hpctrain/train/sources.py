@@ -141,6 +141,11 @@ class TorchSources:
                 "tensors of the model or the optimizer were replaced by others, or came, since the "
                 "last checkpoint; the next one takes the new ones"
             )
+        self.confirm()
+
+    def confirm(self) -> None:
+        if list(map(_VERSION, self._owners)) == self._versions:
+            return
         pairs = zip(self._watched, self._versions, strict=True)
         changed = [
             index

@@ -29,7 +29,7 @@ PIPE = "parallel.pipeline=2 parallel.schedule"
 
 def check(ranks: int, *texts: str) -> None:
     cases = [text.split() for text in texts]
-    for report in check_parity(ranks, JOB, *cases, steps=5, learns=0.1):
+    for report in check_parity(ranks, JOB, *cases, steps=5, learns=0.05):
         assert report["loss"] < 1e-5, report
         assert report["norm"] < 1e-4, report
         assert report["gradient"] < 1e-4, report

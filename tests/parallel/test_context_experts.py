@@ -21,4 +21,4 @@ CASES = [
 
 
 def test_four_ranks():
-    assert_parity(*check_parity(4, JOB, *[case.split() for case in CASES], steps=5, learns=0.05))
+    assert_parity(check_parity(4, JOB, *[case.split() for case in CASES], steps=5, learns=0.05))

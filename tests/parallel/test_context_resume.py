@@ -43,9 +43,9 @@ def folder(tmp_path_factory):
 @pytest.mark.timeout(300)
 def test_two_ranks_train_as_one_and_one_goes_on_from_two(folder):
     layout = ("parallel.context=2", "parallel.sharding=zero1")
-    both = run_job(JOB, folder, *layout, ranks=2).read_steps()
+    both = list(run_job(JOB, folder, *layout, ranks=2).read_steps())
     run = run_job(JOB, folder, *layout, "train.steps=3", "checkpoint.every=3", ranks=2)
-    alone = run_job(JOB, folder).read_steps()
+    alone = list(run_job(JOB, folder).read_steps())
     assert alone[-1].loss < alone[0].loss - 0.3
     assert [step.loss for step in both] == pytest.approx([s.loss for s in alone], abs=1e-5)
     assert [step.tokens for step in both] == [step.tokens for step in alone]
@@ -56,6 +56,6 @@ def test_two_ranks_train_as_one_and_one_goes_on_from_two(folder):
     assert both[0].comm["cp"]["bytes"] > 0
     copy = RunDir(shutil.copytree(run.root, run.root.with_name("one")))
     copy.metrics.unlink()
-    more = run_job(JOB, folder, run=copy).read_steps()
+    more = list(run_job(JOB, folder, run=copy).read_steps())
     assert [step.step for step in more] == [4, 5, 6]
     assert [step.loss for step in more] == pytest.approx([s.loss for s in alone[3:]], abs=1e-5)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.emulate import emulate
+from hpctrain.parallel.emulate import Passes, emulate
 from hpctrain.parallel.offload import Shelf
 from hpctrain.parallel.pipeline_stages import borrow
 from hpctrain.parallel.recompute import recompute
@@ -148,7 +148,7 @@ def test_emulated_layers_sleep_in_every_pass():
         module, store = stage(), WeightGrads()
         if split:
             split_linears(module, store)
-        emulate(module, seconds, store if split else None)
+        emulate(module, Passes(seconds, seconds, seconds), store if split else None)
         began = time.perf_counter()
         y = module(inputs())
         forward = time.perf_counter()
@@ -164,7 +164,8 @@ def test_emulated_layers_sleep_in_every_pass():
             found = [forward - began, time.perf_counter() - forward]
             expected = [layers * seconds, 2 * layers * seconds]
         for measured, right in zip(found, expected, strict=True):
-            assert right <= measured < right + 1.0  # never less; on a busy machine more
+            # What one pass is late by makes the next one shorter; a busy machine takes longer.
+            assert 0.9 * right <= measured < right + 1.0
 
 
 def test_a_borrowed_weight_is_the_lenders():
