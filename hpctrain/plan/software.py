@@ -188,17 +188,19 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 kept_gradient_bytes=6,  # half-precision gradients beside an fp32 accumulator
                 reserved=1.20,
                 context_bytes=4.0 * 2**30,
+                overlap=("pp_overlap",),
                 dropout=True,
             ),
             Stack(
                 "pytorch-2023",
                 "PyTorch 2.0 with flash attention, FSDP or ZeRO-1 without overlap",
                 "flash1",
+                split_sends=False,
                 sharded_master=True,
                 balanced_stages=True,
                 scattered_gradients=False,
                 keeps_gathered=True,
-                overlap=("fsdp_overlap",),
+                overlap=("fsdp_overlap", "pp_overlap"),
             ),
             Stack(
                 "pytorch-2024",
