@@ -144,6 +144,9 @@ def activations(work: Workload, plan: Strategy) -> Activations:
         stream += 0.0 if model.layernorm else 2 * 4.0
         inner += each * (2 * (model.heads - model.kv_heads) * model.head_dim + heads)
     whole = tokens * (model.hidden * (stream / split + outputs / gathered) + inner / tp)
+    if work.dispatch.copies:  # as many as are ever taken, in the parameters' own type
+        copied = work.dispatch.copies * model.ffn_matrices * model.hidden * model.ffn_hidden
+        whole += work.weight_bytes * copied / layout.etp
     scores = 0.0
     if work.kernel in ("torch", "fused"):
         rows = plan.micro_batch * model.heads / tp * (work.sequence / layout.cp)
@@ -199,7 +202,7 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     buckets = 1.0
     if accumulated and states.gradients is Placement.SHARDED:
         states = replace(states, gradients=Placement.REPLICATED)
-    elif accumulated and not states.fully_sharded and layout.dp > 1 and layout.pp == 1:
+    elif accumulated and not states.fully_sharded and layout.dp * layout.cp > 1 and layout.pp == 1:
         buckets = 2.0  # DDP's buckets stand beside what earlier micro-batches accumulated
 
     def held(near: float, widest: float) -> tuple[float, float, float]:
