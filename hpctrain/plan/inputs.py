@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hpctrain.layout import DEFAULT_ORDER, ParallelLayout
+from hpctrain.plan.optimizers import MatrixOptimizer
 from hpctrain.plan.platform import Platform
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import Calibration, Stack
+
+_ADAMW = MatrixOptimizer()
 
 
 class Placement(StrEnum):
@@ -141,6 +144,7 @@ class Workload:
         logit_bytes, parallel_loss: as in Stack; the stack's own where None.
         stages: layers of each pipeline stage; dealt by the stack's rule where None.
         dispatch: how tokens get to experts.
+        matrix_optimizer: what updates the matrices of blocks.
     """
 
     model: ModelShape
@@ -158,6 +162,7 @@ class Workload:
     parallel_loss: bool | None = None
     stages: tuple[int, ...] | None = None
     dispatch: Dispatch = Dispatch()
+    matrix_optimizer: MatrixOptimizer = _ADAMW
 
     @property
     def kernel(self) -> str:

@@ -9,6 +9,7 @@ from hpctrain.errors import UsageError
 from hpctrain.layout import DEFAULT_ORDER
 from hpctrain.machine import LinkKind, Machine
 from hpctrain.plan.inputs import Dispatch, Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.optimizers import MatrixOptimizer
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import DEFAULT_STACK, Fitted, apply, calibration, stack
@@ -132,6 +133,7 @@ def workload_of(
         values=fitted.values,
         stages=_stages(spec),
         dispatch=Dispatch(dispatch.kind, dispatch.chunks, dispatch.copies),
+        matrix_optimizer=MatrixOptimizer(spec.train.optimizer.kind, spec.train.optimizer.block),
     )
     return work, fitted
 

@@ -295,13 +295,15 @@ def job_space(spec: JobSpec, context: int = 1) -> Space:
         context: ranks that share a sequence in it.
     """
     cuts = {1, spec.parallel.expert_tensor}
+    whole = spec.train.optimizer.kind != "adamw"  # matrices that no axis may cut
     return Space(
+        tensor=(1,) if whole else None,
         context=None if context > 1 else (1,),
         expert=None,
         expert_tensor=tuple(sorted(cuts)),
         schedules=("1f1b", "interleaved", "zb-h1"),
         recompute=tuple(RECOMPUTE.values()),
-        states=tuple(STATES),
+        states=("none", "zero1") if whole else tuple(STATES),
         orders=(DEFAULT_ORDER,),
         zero1_shards=False,
         indivisible=True,
