@@ -119,7 +119,7 @@ def test_what_does_not_fit_leaves_with_3(job):
     [
         (["parallel.tensor=5"], Exit.IMPOSSIBLE, ["tensor 5", "64 ranks", "nearest", "tensor 4"]),
         (["train.global_batch=500"], Exit.IMPOSSIBLE, ["500", "16", "496 or 512"]),
-        (["machine=frontierr"], Exit.IMPOSSIBLE, ["frontierr", "did you mean frontier?", "dgx-a100"]),
+        (["machine=frontierr"], Exit.IMPOSSIBLE, ["frontierr", "mean frontier?", "dgx-a100"]),
         (["model.layers=0"], Exit.USAGE, ["layers"]),
     ],
 )
