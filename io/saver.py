@@ -205,7 +205,10 @@ class Saver:
         boundaries. Cheap, and free while nothing is in flight."""
         if self._latest is not None and self._latest.copied:
             self.wait_copied()
-        self._advance()
+        if self._flight:
+            self._advance()
+        if not self._finished:
+            return []
         finished, self._finished = self._finished, []
         if finished and self._warnings:
             told = [self._warnings.popleft() for _ in range(len(self._warnings))]
