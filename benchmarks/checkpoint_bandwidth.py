@@ -13,8 +13,7 @@ given beside it as raw_disk. The other layout has one rank less and columns in p
 on files that are not in the page cache.
 
 Beside them, in the same run and on one rank: torch.save, safetensors and DCP of the same state,
-fsynced. DataStates-LLM is measured where it can be imported. Exit code 1 where a target is
-missed.
+fsynced. Exit code 1 where a target is missed.
 
     benchmarks/checkpoint_bandwidth.py [--json] [--megabytes N] [--repeat N] [--folder DIR]
 """
