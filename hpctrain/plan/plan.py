@@ -23,7 +23,8 @@ from hpctrain.plan.space import Space
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
 from hpctrain.schedule import Costs, Timeline, make, simulate
-from hpctrain.spec.job import CheckpointSpec, JobSpec
+from hpctrain.spec.checkpoint import CheckpointSpec
+from hpctrain.spec.job import JobSpec
 
 NODE_MTBF = 250 * 86400.0
 """Seconds between failures of one node: Llama 3 (Grattafiori et al. 2024, section 3.3.4) lost 419
