@@ -23,14 +23,14 @@ from hpctrain.testing.ranks import run_ranks
 pytestmark = pytest.mark.mpi
 
 LLAMA = """\
-model: {layers: 4, hidden: 256, heads: 8, kv_heads: 4, vocab_size: 2048, position: rotary, norm: rmsnorm, activation: swiglu, bias: false, tied_embeddings: false}
+model: {layers: 3, hidden: 256, heads: 8, kv_heads: 4, vocab_size: 2048, position: rotary, norm: rmsnorm, activation: swiglu, bias: false, tied_embeddings: false}
 data: {path: none, sequence_length: 256}
 train: {steps: 10, global_batch: 8, micro_batch: 2, lr: 3e-3}
 """  # noqa: E501
 GPT = """\
-model: {layers: 6, hidden: 192, heads: 6, vocab_size: 1024}
+model: {layers: 3, hidden: 192, heads: 6, vocab_size: 1024}
 data: {path: none, sequence_length: 384}
-train: {steps: 10, global_batch: 8, micro_batch: 2, lr: 3e-3}
+train: {steps: 10, global_batch: 4, micro_batch: 2, lr: 3e-3}
 """
 MOE = LLAMA.replace("bias: false", "bias: false, moe: {experts: 4, top_k: 2, hidden: 256}")
 LAYOUTS = {
@@ -101,7 +101,7 @@ def three_steps(spec: Any, context: Any) -> dict[str, Any]:
     from hpctrain.train.step import Stepper
 
     counter = context.communicators.counter
-    with _live_storages() as live:
+    with _live_storages(resized=spec.parallel.fsdp) as live:
         model = parallelize(spec, context)
         optimizer = make_optimizer(model, spec)
         stepper = Stepper(model, optimizer, spec)
@@ -126,36 +126,52 @@ def three_steps(spec: Any, context: Any) -> dict[str, Any]:
     }
 
 
-def _live_storages() -> Any:
+def _live_storages(resized: bool) -> Any:
     import weakref
 
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     class Live(TorchDispatchMode):
-        """Bytes of storages between their first use and their end; FSDP2 resizes them."""
+        """Bytes of storages between their first use and their end. FSDP2 resizes them behind the
+        dispatcher's back, so that there all of them are asked at each operation."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.alive: dict[int, Any] = {}
-            self.peak = 0
+            self.alive: dict[int, tuple[Any, int]] = {}
+            self.total = self.peak = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             result = func(*args, **(kwargs or {}))
-            new = False
-            for one in tree_leaves((args, kwargs, result)):
-                if not isinstance(one, torch.Tensor) or one.device.type != "cpu":
-                    continue
-                storage = getattr(one, "_local_tensor", one).untyped_storage()
-                key = storage._cdata
-                if key not in self.alive:
-                    new = True
-                    self.alive[key] = weakref.ref(storage, lambda _, k=key: self.alive.pop(k, None))
-            if new:
-                held = (reference() for reference in list(self.alive.values()))
-                self.peak = max(self.peak, sum(s.nbytes() for s in held if s is not None))
+            new = self.see(args) | self.see(result)
+            if kwargs:
+                new |= self.see(kwargs)
+            if new and resized:
+                held = (reference() for reference, _ in list(self.alive.values()))
+                self.total = sum(s.nbytes() for s in held if s is not None)
+            self.peak = max(self.peak, self.total)
             return result
+
+        def see(self, one: Any) -> bool:
+            """Takes up storages that were not known; whether there were any."""
+            if isinstance(one, (list, tuple)):
+                return sum(map(self.see, one)) > 0
+            if isinstance(one, dict):
+                return sum(map(self.see, one.values())) > 0
+            if not isinstance(one, torch.Tensor) or one.device.type != "cpu":
+                return False
+            storage = getattr(one, "_local_tensor", one).untyped_storage()
+            key = storage._cdata
+            if key in self.alive:
+                return False
+            size = storage.nbytes()
+            self.alive[key] = weakref.ref(storage, lambda _, k=key: self.end(k)), size
+            self.total += size
+            return True
+
+        def end(self, key: int) -> None:
+            found = self.alive.pop(key, None)
+            self.total -= found[1] if found else 0
 
     return Live()
 
