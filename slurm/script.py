@@ -32,6 +32,8 @@ every node, the packed environment, options of srun, the program, the job's own 
 
 _LONGEST_SIGNAL = 65535
 """Seconds; sbatch takes no larger time in --signal (sbatch(1))."""
+_RESERVE_SECONDS = 30
+"""Of the margin, for what the batch script does after its ranks; a fifth of a short one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    margin = math.ceil(spec.slurm.margin)
+    reserve = min(_RESERVE_SECONDS, margin // 5)
     parts = {
         part: [line.text for line in lines if line.part == part]
         for part in ("sbatch", "module", "site", "node", "unpack", "srun", "program", "job")
@@ -143,7 +147,9 @@ def render(
         hook=" ".join(bash_quote(token) for token in hook),
         cores=cores_per_rank(spec, srun.machine),
         walltime=spec.slurm.time,
-        margin=math.ceil(spec.slurm.margin),
+        margin=margin,
+        patience=margin - reserve,
+        grace=max(1, reserve // 4),
     )
     try:
         text.encode("utf-8", "surrogateescape")

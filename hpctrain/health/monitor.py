@@ -70,6 +70,7 @@ class Monitor:
         )
         self._window = _Window()
         self._best_rate: float | None = None
+        self._apart: frozenset[int] = frozenset()
 
     def mark(self, phase: str, step: int | None = None) -> None:
         """This rank is at ``phase`` from now on; see Heartbeat.mark."""
@@ -196,9 +197,12 @@ class Monitor:
         if self.context.is_first:
             append_line(self.run.health / "dispersion.jsonl", found)
         for rank, why in found.outliers.items():
-            self.tell(
-                "inconsistent",
-                f"step {step}: data-parallel rank {rank} stands out: {why}",
-                rank=rank,
-                step=step,
-            )
+            if rank in self._apart:  # once, a healthy rank may by chance
+                self.tell(
+                    "inconsistent",
+                    f"step {step}: data-parallel rank {rank} stands out, as in the look before: "
+                    f"{why}",
+                    rank=rank,
+                    step=step,
+                )
+        self._apart = frozenset(found.outliers)

@@ -59,7 +59,8 @@ def test_the_rank_with_another_gradient_is_named(runs: tuple[RunDir, RunDir]) ->
         assert one["cosines"][3] == max(one["cosines"])
         assert -1 <= one["direction"] <= 1
     told = [event for event in watched.read_events() if event.kind == "inconsistent"]
-    assert {event.data["rank"] for event in told} == {3}
+    # Once a rank may stand out by chance: the second look names it.
+    assert [(event.data["step"], event.data["rank"]) for event in told] == [(8, 3), (12, 3)]
 
 
 def test_the_slow_rank_is_named(runs: tuple[RunDir, RunDir]) -> None:
