@@ -53,15 +53,14 @@ class Monitor:
         self.run, self.spec, self.context, self.tell = run, spec, context, tell
         if context.is_first:
             run.health.mkdir(parents=True, exist_ok=True)
-        nodes = context.comm.allgather(context.node)
-        mates = [rank for rank, node in enumerate(nodes) if node == context.node]
+        places = context.comm.allgather((context.node, context.host))
+        mates = [rank for rank, (node, _) in enumerate(places) if node == context.node]
         self.heartbeat = Heartbeat(run, attempt, context.rank, context.node, mates)
         health = spec.health
         self.watchdog = Watchdog(
             run,
             attempt,
-            context.world_size,
-            context.host,
+            [host for _, host in places],
             self.heartbeat,
             hang_after=health.hang_after if context.world_size > 1 else 0.0,
             every=health.heartbeat,

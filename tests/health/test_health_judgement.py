@@ -199,6 +199,9 @@ def test_a_silent_rank_is_the_cause_and_not_those_that_wait() -> None:
     found = verdict(reports, 3, [], 1)
     assert found.rank == 1
     assert "rank 1 on node0 does not answer: its process is T (stopped)" in found.text
+    alone = verdict([says(0, 5, "agree", 9)], 2, [], 1, ["node0", "node7"])
+    assert (alone.rank, alone.host) == (1, "node7")
+    assert "rank 1 on node7 does not answer: its process is stopped or gone" in alone.text
 
 
 def test_the_rank_furthest_back_where_no_collective_tells() -> None:
