@@ -17,7 +17,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.testing.slurm import SlurmCluster
 
 HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
-STEPS = 40
+STEPS = 60
 JOB = f"""\
 name: life
 nodes: 2

@@ -20,7 +20,7 @@ from hpctrain.io.encoders import ByteEncoder
 from hpctrain.rundir import RunDir
 
 HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
-STEPS = 40
+STEPS = 20
 JOB = f"""\
 name: life
 nodes: 2
