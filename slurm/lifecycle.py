@@ -184,7 +184,8 @@ def _failed(failures: Sequence[FailureRecord]) -> Ended:
     if first.error == HANG:
         return Ended("hang", f"{lines[0]}")
     if not own:
-        return Ended("rank_failure", f"a rank was killed or left without a word; {words}")
+        lost = f"rank {first.rank} on {first.host} lost its peer{at}"
+        return Ended("rank_failure", f"a rank was killed or left without a word; {lost}")
     return Ended("rank_failure", words, goes_on=first.error not in _PERMANENT)
 
 

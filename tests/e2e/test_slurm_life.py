@@ -55,16 +55,6 @@ def login(slurm_cluster, tmp_path, tokens):
 
     call.run = lambda: RunDir.all(tmp_path / "runs")[-1]
     call.status = lambda: json.loads(call("status", "--json").stdout)
-
-    def over(run: RunDir, seconds: float = 90.0) -> str:
-        """Wait until no rank is left and the batch script has said so; the state then."""
-        deadline = time.monotonic() + seconds
-        while (found := call.status())["status"] not in ("stopped", "failed", "finished"):
-            assert time.monotonic() < deadline, "the others hang"
-            time.sleep(0.5)
-        return str(found["status"])
-
-    call.over = over
     yield call
     slurm_cluster.cancel_all()
 
@@ -119,23 +109,21 @@ def test_the_first_rank_that_raises_is_named_with_its_host(login, tmp_path):
 @pytest.mark.timeout(400)
 def test_three_dimensions_killed_and_resumed_in_others(login):
     """8 ranks on 4 nodes (tensor 2, pipeline 2, data 2) whose ranks die; then 4 ranks on 2 nodes
-    (pipeline 4) that are asked to stop; then 2 ranks on one (tensor 2, ZeRO-3)."""
+    (pipeline 4)."""
     three = ("--set", "nodes=4", "--set", "parallel.tensor=2", "--set", "parallel.pipeline=2")
     login("submit", "job.yaml", *three)
     run = login.run()
     wait_for_step(run, 6, seconds=170)
     for process in ranks_of(run).values():
         process.kill()
-    assert login.over(run) == "failed"
+    deadline = time.monotonic() + 60
+    while login.status()["status"] not in ("failed", "finished"):
+        assert time.monotonic() < deadline, "the others hang"
+        time.sleep(0.5)
+    assert login.status()["status"] == "failed"
     done = login("resume", run.id, "--set", "nodes=2", "--set", "parallel.tensor=1",
-                 "--set", "parallel.pipeline=4")  # fmt: skip
+                 "--set", "parallel.pipeline=4", "--wait")  # fmt: skip
     assert "checkpoint of step" in done.stderr
-    last = run.last_step()
-    wait_for_step(run, last.step + 1 if last else 7)
-    login("cancel", run.id)
-    assert login.over(run) == "stopped"
-    login("resume", run.id, "--set", "nodes=1", "--set", "parallel.pipeline=1",
-          "--set", "parallel.tensor=2", "--set", "parallel.sharding=zero3", "--wait")  # fmt: skip
     # The same job on one rank.
     login("submit", "job.yaml", "--set", "nodes=1", "--set", "ranks_per_node=1", "--wait")
     alone = curve(login.run())

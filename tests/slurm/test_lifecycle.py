@@ -88,7 +88,8 @@ def test_those_that_lost_their_peer_are_not_the_cause() -> None:
     killed = ended(6, state("running"), both[:1], RUNNING, 0)
     assert killed is not None
     assert killed.goes_on
-    assert killed.reason.startswith("a rank was killed or left without a word; rank 1 on node2")
+    said = "a rank was killed or left without a word; rank 1 on node2 lost its peer at step 8"
+    assert killed.reason == said
 
 
 LOG = """\
