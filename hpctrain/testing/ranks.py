@@ -109,6 +109,8 @@ def _main(folder: Path) -> None:
 
     from mpi4py import MPI
 
+    from hpctrain.runtime.process import leave
+
     call = json.loads((folder / "call.json").read_text())
     sys.path.insert(0, str(Path(call["file"]).parent))  # as pytest does for its own modules
     spec = importlib.util.spec_from_file_location("_hpctrain_ranks_target", call["file"])
@@ -121,6 +123,7 @@ def _main(folder: Path) -> None:
     aside = folder / f"{MPI.COMM_WORLD.rank}.tmp"
     aside.write_text(json.dumps(result))
     aside.replace(folder / f"{MPI.COMM_WORLD.rank}.json")
+    leave(0)
 
 
 if __name__ == "__main__":

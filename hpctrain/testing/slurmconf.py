@@ -125,7 +125,7 @@ def slurm_conf(
         "SchedulerParameters": "sched_interval=1,sched_min_interval=0,bf_interval=1,"
         "batch_sched_delay=0",
         "PropagateResourceLimits": "NONE",
-        "KillWait": "3",
+        "KillWait": "10",
         "CompleteWait": "0",
         "SlurmdTimeout": "10",
         "MessageTimeout": "10",
