@@ -26,7 +26,7 @@ model: {{layers: 1, hidden: 16, heads: 2, vocab_size: 256}}
 data: {{path: tokens.h5, sequence_length: 16}}
 train: {{steps: {STEPS}, global_batch: 8, micro_batch: 4, lr: 1e-2, loss: "faulty:loss"}}
 checkpoint: {{every: 5}}
-slurm: {{time: 30m, margin: 30s, cpus_per_task: 1, sbatch_options: ["--exclude=node[3-16]"]}}
+slurm: {{time: 30m, margin: 30s, cpus_per_task: 1, sbatch_options: ["--exclude=node[3-20]"]}}
 """
 
 

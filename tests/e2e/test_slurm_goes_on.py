@@ -31,7 +31,7 @@ from hpctrain.testing.slurm import SlurmCluster, unavailable
 
 pytestmark = [pytest.mark.whole, pytest.mark.slurm, pytest.mark.timeout(400)]
 # What waits for a test keeps away from the nodes of what does not.
-HELD = 'slurm.sbatch_options=["--exclude=node[1-2,5-16]"]'
+HELD = 'slurm.sbatch_options=["--exclude=node[1-2,5-20]"]'
 
 SLOWED = """\
 name: slowed
@@ -54,7 +54,7 @@ def cluster() -> Iterator[SlurmCluster]:
         f"PartitionName={name} Nodes=node[{nodes}] MaxTime=60 DefaultTime=10 PriorityTier=10"
         for name, nodes in (("elastic", "9-10"), ("slowed", "11-15"), ("wide", "16"))
     )
-    with SlurmCluster(nodes=16, cpus=2, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
+    with SlurmCluster(nodes=20, cpus=2, env={"OMP_NUM_THREADS": "1"}, extra_conf=more) as started:
         yield started
 
 
@@ -73,7 +73,7 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     life("straight")
     life("inside", f"env.FAULTS={faults}", "env.PACE=0.05")
     life(
-        "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4,9-16]"]',
+        "outside", "slurm.partition=low", 'slurm.sbatch_options=["--exclude=node[1-4,9-20]"]',
         'env.HOLD="3,7,14,22"', "health.hang_after=0",
     )  # fmt: skip
     life("at once", "env.FAULTS=0:1:raise,0:0:raise,0:1:leave")
@@ -83,6 +83,10 @@ def lives(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     life("deaf", "slurm.time=1m", "slurm.margin=30s", "env.FAULTS=7:1:sleep", "health.hang_after=0")
     life("read-only", "checkpoint.path=/proc/checkpoints", "health.preflight=true")
     life("hang", "env.FAULTS=9:1:freeze", "health.hang_after=4")
+    life(
+        "daemon", 'slurm.sbatch_options=["--exclude=node[1-16]"]', "env.HOLD=7",
+        "health.hang_after=0",
+    )  # fmt: skip
     life("cancelled", "env.HOLD=6", "health.hang_after=0", HELD)
     life(
         "elastic", "slurm.nodes=1-2", "slurm.partition=elastic", "env.FAULTS=9:0:raise",
@@ -174,7 +178,7 @@ def test_this_cluster_describes_itself(cluster: SlurmCluster, lives: dict[str, L
     assert machine.scheduling.default_partition == "batch"
     assert machine.scheduling.longest_walltime(1, "short") == 120
     assert machine.scheduling.partitions["single"].max_nodes == 1
-    assert machine.network.nodes == 16
+    assert machine.network.nodes == 20
     said = life.call("submit", "job.yaml", "--dry-run", "--set", "machine=./ours.yaml",
                      "--set", "slurm.partition=short", code=3).stderr  # fmt: skip
     assert "partition short: walltime 0-00:30:00 asked, 0-00:02:00 is the longest" in said
@@ -224,6 +228,25 @@ def test_slurmctld_restart_requeue_preemption_and_a_lost_node(
     assert restarts[2].seconds_lost > 0
     status = life.status()
     assert status["restarts"] == 3
+
+
+def test_a_slurmd_that_dies_with_its_rank_and_tells_nobody(
+    cluster: SlurmCluster, lives: dict[str, Life]
+) -> None:
+    """The other rank loses its peer, or the controller the node, whichever comes first."""
+    life = lives["daemon"]
+    life.held(7)
+    (launch,) = life.run.read_launches()
+    assert cluster.job(int(launch.job_id)).nodes == "node[17-18]"
+    cluster.kill_node(18, tell=False)
+    life.go(7)
+    life.ends("finished")
+    assert life.whys()
+    assert set(life.whys()) <= {"rank_failure", "node_failure"}, life.tell()
+    assert life.curve() == straight(lives)
+    jobs = [one.data["nodes"] for one in life.run.read_events() if one.kind == "job"]
+    assert "node18" not in jobs[-1]
+    assert jobs[-1] in ("node[17,19]", "node[19-20]")
 
 
 def test_ranks_that_raise_leave_die_or_get_a_signal(
