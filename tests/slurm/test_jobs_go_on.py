@@ -94,7 +94,7 @@ PAIR = (len(WAYS) + 2, len(WAYS) + 3)
 def cluster() -> Iterator[SlurmCluster]:
     if (reason := unavailable()) is not None:
         pytest.skip(f"no Slurm cluster here: {reason}")
-    pair = f"PartitionName=pair Nodes=node[{PAIR[0]}-{PAIR[1]}] MaxTime=60 PriorityTier=10"
+    pair = f"PartitionName=pair Nodes=node[{PAIR[0]}-{PAIR[1]}] PriorityTier=10 PreemptMode=OFF"
     with SlurmCluster(nodes=PAIR[1], cpus=1, extra_conf=pair) as started:
         yield started
 
@@ -124,7 +124,7 @@ def runs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     urgent = "#!/bin/bash\nsleep 2\n"
     cluster.submit(urgent, "-purgent", "--exclusive", f"--nodelist={taken}", "-o/dev/null")
     cluster.run("scontrol", "requeue", str(jobs["requeue"]))
-    # One of its nodes goes to another job meanwhile.
+    # One of its nodes goes to another job as soon as it is free.
     last = f"--nodelist=node{PAIR[1]}"
     cluster.submit("#!/bin/bash\nsleep 60\n", "-purgent", last, "-o/dev/null")
     cluster.run("scontrol", "requeue", str(jobs["elastic"]))
