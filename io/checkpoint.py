@@ -37,6 +37,7 @@ from hpctrain.io.restore import CheckpointReader, extent_problems, read_scalars
 from hpctrain.io.saver import Saver
 from hpctrain.io.shards import TensorShard
 from hpctrain.io.sources import HostSources
+from hpctrain.io.together import TogetherReader
 
 __all__ = ["CheckpointReader", "CheckpointStore", "SaveReport"]
 
@@ -63,7 +64,7 @@ class CheckpointStore:
         comm: communicator of all ranks that train, for example mpi4py's.
         keep: newest checkpoints kept by :meth:`save`, at least 1.
         files: how many files a save writes: one, one a node, or one a rank.
-        node: number of this rank's node, for one file a node.
+        node: number of this rank's node, for one file a node and for reading together.
         write: how files are written.
     """
 
@@ -85,6 +86,7 @@ class CheckpointStore:
         self.files: FileKind = files
         self.node = node
         self.write = write or WriteOptions()
+        self._mates: Communicator | None = None
 
     def save(
         self,
@@ -197,8 +199,9 @@ class CheckpointStore:
             step: which.
             verify: check each extent when it is first read. False saves reading whole extents
                 for a few rows, where :meth:`latest_good` or :meth:`verify` has just read all.
-            together: all ranks are about to call ``read_all``: each checks its share of all
-                extents there, whatever it reads, and has to tell the others what it found.
+            together: all ranks are about to call ``read_all``, which is collective the first
+                time: what several ranks of a node want is read once for all of them, and every
+                extent is checked by some rank, which has to tell the others what it found.
 
         Raises:
             CheckpointError: there is none, or its manifest or HDF5 structure is damaged.
@@ -217,7 +220,10 @@ class CheckpointStore:
                     raise CheckpointError(fault)
             return manifest, read_scalars(folder, manifest)
 
-        duty = (self.comm.rank, self.comm.size) if together else None
         # HDF5 is opened by one rank, not by all.
         manifest, scalars = on_root(self.comm, load)
-        return CheckpointReader(folder, manifest, verify=verify, duty=duty, scalars=scalars)
+        if not together:
+            return CheckpointReader(folder, manifest, verify=verify, scalars=scalars)
+        if self._mates is None:
+            self._mates = self.comm.Split(self.node, self.comm.rank)
+        return TogetherReader(folder, manifest, self.comm, self._mates, scalars=scalars)

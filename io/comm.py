@@ -43,6 +43,7 @@ class Communicator(Protocol):
     def send(self, obj: Any, dest: int) -> None: ...
     def recv(self, *, source: int) -> Any: ...
     def barrier(self) -> None: ...
+    def Split(self, color: int, key: int) -> Any: ...
 
 
 class Done:
@@ -82,6 +83,9 @@ class SoloCommunicator:
 
     def barrier(self) -> None:
         return None
+
+    def Split(self, color: int, key: int) -> SoloCommunicator:
+        return self
 
 
 def summed(comm: Communicator, mine: np.ndarray) -> np.ndarray:

@@ -22,7 +22,9 @@ import xxhash
 from hpctrain.io.extents import Extent, dense_strides, read_into
 
 _PAGE = 4096
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 2 << 20
+_PART_BYTES = 512 << 10
+"""Hashed and copied in turn, so that the second finds it in the processor's cache."""
 _HUGE = 2 << 20
 """Size of a huge page: in small ones a transfer falls apart into many, at half the speed."""
 _DIRECT_BYTES = 256 << 10
@@ -61,11 +63,12 @@ class _Range:
         """Take what a block of the file has of it; whether that was the last of it."""
         low = max(self.start, at)
         high = min(self.start + self.count, at + block.size)
-        if low < high:
-            part = block[low - at : high - at]
+        for first in range(low, high, _PART_BYTES):
+            end = min(first + _PART_BYTES, high)
+            part = block[first - at : end - at]
             self.state.update(part.data)
             if self.out is not None:
-                np.copyto(self.out[low - self.start : high - self.start], part)
+                np.copyto(self.out[first - self.start : end - self.start], part)
         return self.start + self.count <= at + block.size
 
 

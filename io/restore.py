@@ -23,10 +23,10 @@ from hpctrain.io.manifest import Manifest, TensorEntry
 from hpctrain.io.plan import RANK_STATE, SCALARS
 from hpctrain.io.shards import RESERVED, Box, Shape
 
-_RUN_BYTES = 32 << 20
+_RUN_BYTES = 128 << 20
 _GAP = 8192
-_THREADS = 4
-"""Readers of one rank: enough to read, check and copy at the same time."""
+_THREADS = 3
+"""Readers of one rank with cores of its own: enough to read, check and copy at the same time."""
 
 
 class DamagedError(CheckpointError):
@@ -70,8 +70,6 @@ class CheckpointReader:
         path: its directory, for messages.
         manifest: what it holds.
         verify: check each extent when it is first read.
-        duty: (rank, ranks) of those that read together: in place of what it reads, each checks
-            its share of all extents, on the way, and whoever finds damage tells the others.
         places: where its files lie, in ranges; all in ``path`` where nothing is said.
         scalars: the JSON values saved with it; read from the file where they are not given.
 
@@ -85,14 +83,13 @@ class CheckpointReader:
         manifest: Manifest,
         *,
         verify: bool = True,
-        duty: tuple[int, int] | None = None,
         places: Sequence[Place] | None = None,
         scalars: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
-        self._verify = verify and duty is None
-        self._duty = duty
+        self._verify = verify
+        self._threads = _THREADS
         self._good: set[tuple[str, int]] = set()
         self._places = places
         self._inputs: dict[Path, InputFile] = {}
@@ -216,28 +213,22 @@ class CheckpointReader:
         Raises:
             CheckpointError: see :meth:`read`.
         """
-        jobs = [job for request in requests for job in self._jobs(request)]
-        if self._duty is not None:
-            # All ranks sweep through the files at the same time, so that what one reads in order
-            # to check it is in the page cache for the others' boxes.
-            jobs += [
-                _Job(name, entry, index, entry.extents[index], None, None)
-                for name, entry, index in share_of_extents(self.manifest, *self._duty)
-            ]
-            self._duty = None
+        self._read([job for request in requests for job in self._jobs(request)])
+
+    def _read(self, jobs: list[Job]) -> None:
         jobs.sort(key=lambda job: (job.extent.file, job.extent.start, job.out is not None))
         runs = list(self._runs(jobs))
-        if len(jobs) < _THREADS:
+        if min(len(jobs), self._threads) < 2:
             for run in runs:
                 self._run(run)
             return
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(self._threads) as pool:
             for _ in pool.map(self._run, runs):
                 pass
 
-    def _runs(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    def _runs(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Jobs, together where they read whole neighbours in a file."""
-        run: list[_Job] = []
+        run: list[Job] = []
         end = size = 0
         for job in jobs:
             extent = job.extent
@@ -253,7 +244,7 @@ class CheckpointReader:
         if run:
             yield run
 
-    def _reads_whole(self, job: _Job) -> bool:
+    def _reads_whole(self, job: Job) -> bool:
         """Whether all of an extent goes straight to where it is wanted, to be checked there."""
         return (
             self._verify
@@ -263,7 +254,7 @@ class CheckpointReader:
             and (job.name, job.index) not in self._good
         )
 
-    def _jobs(self, request: Request) -> list[_Job]:
+    def _jobs(self, request: Request) -> list[Job]:
         entry = self.manifest.tensors.get(request.name)
         if entry is None:
             raise CheckpointError(f"{self.path}: {self._missing(request.name)}")
@@ -283,7 +274,7 @@ class CheckpointReader:
             if common is not None:
                 window: tuple[Any, ...] = (..., *common.within(wanted))
                 out = request.out[window]
-                jobs.append(_Job(request.name, entry, index, extent, common, out))
+                jobs.append(Job(request.name, entry, index, extent, common, out))
                 filled += common.elements
         if filled != wanted.elements:
             raise CheckpointError(
@@ -292,24 +283,24 @@ class CheckpointReader:
             )
         return jobs
 
-    def _run(self, run: Sequence[_Job]) -> None:
+    def _run(self, run: Sequence[Job]) -> None:
         job = run[0]
         extent, out, common = job.extent, job.out, job.common
         file, folder = self._open(extent)
         fault: str | None = None
         try:
             if out is None or common is None:  # to be checked alone
-                fault = _differs(extent, file.digest(extent, raw_dtype(job.entry.torch_dtype)))
+                fault = differs(extent, file.digest(extent, raw_dtype(job.entry.torch_dtype)))
             elif self._verify and (job.name, job.index) not in self._good:
                 if not self._reads_whole(job):
                     block = file.scratch(extent, out.dtype)
-                    fault = _differs(extent, *file.read_run([(extent, block)]))
+                    fault = differs(extent, *file.read_run([(extent, block)]))
                     if fault is None:
                         out[...] = block[common.within(extent.box)]
                 else:
                     parts = [(one.extent, one.out) for one in run if one.out is not None]
                     for one, found in zip(run, file.read_run(parts), strict=True):
-                        fault = _differs(one.extent, found)
+                        fault = differs(one.extent, found)
                         if fault is not None:
                             job = one
                             break
@@ -322,7 +313,7 @@ class CheckpointReader:
         except (OSError, EOFError) as error:
             fault = str(error)
         if fault is not None:
-            raise DamagedError(_show_fault(folder, self.manifest, job.name, job.extent, fault))
+            raise DamagedError(show_fault(folder, self.manifest, job.name, job.extent, fault))
 
     def _folder_of(self, extent: Extent) -> Path | None:
         """Where an extent lies, None where it is out of reach."""
@@ -368,7 +359,7 @@ def read_scalars(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class Job:
     """One extent of one request: the common box, and where it goes; None to check it alone."""
 
     name: str
@@ -379,13 +370,15 @@ class _Job:
     out: np.ndarray | None
 
 
-def _differs(extent: Extent, found: str) -> str | None:
+def differs(extent: Extent, found: str) -> str | None:
+    """What is wrong where an extent's bytes have this checksum."""
     if found == extent.xxh3:
         return None
     return f"checksum {found}, the manifest says {extent.xxh3}"
 
 
-def _show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
+def show_fault(path: Path, manifest: Manifest, name: str, extent: Extent, fault: str) -> str:
+    """A fault with its place: file, tensor, box and byte."""
     file = path / manifest.files[extent.file].name
     return f"{file}: extent {name}{extent.box} at byte {extent.start}: {fault}"
 
@@ -448,7 +441,7 @@ def _problems(
             except (OSError, EOFError) as error:
                 fault = str(error)
             else:
-                different = _differs(extent, found)
+                different = differs(extent, found)
                 if different is None:
                     return None
                 fault = different

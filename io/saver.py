@@ -10,6 +10,7 @@ buffer at the same step, and a rank that fails leaves none waiting.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -205,7 +206,10 @@ class Saver:
         boundaries. Cheap, and free while nothing is in flight."""
         if self._latest is not None and self._latest.copied:
             self.wait_copied()
-        self._advance()
+        if self._flight:
+            self._advance()
+        if not self._finished:
+            return []
         finished, self._finished = self._finished, []
         if finished and self._warnings:
             told = [self._warnings.popleft() for _ in range(len(self._warnings))]
@@ -252,27 +256,42 @@ class Saver:
     # ---- the writer thread ------------------------------------------------------------------
 
     def _write(self, snapshot: Snapshot) -> None:
-        for name, tier in self._tiers.items():
-            if name not in snapshot.tiers:
-                continue
-            try:
-                tier.write(snapshot, hurry=lambda: self._hurry)
-                snapshot.reached.add(name)
-            except Abandoned:
-                snapshot.faults[name] = snapshot.error or "given up because another rank failed"
-            except HpctrainError as error:
-                snapshot.faults[name] = error.message
-            except BaseException as error:
-                # Whatever ends this thread, the training thread must not wait for it.
-                snapshot.faults[name] = fault_text(error)
+        names = [name for name in self._tiers if name in snapshot.tiers]
+        # What lies in memory has only to be confirmed, for which the others need not wait.
+        if MEMORY in names and len(names) > 1:
+            names.remove(MEMORY)
+            shown = threading.Event()
+
+            def show() -> None:
+                self._write_to(MEMORY, snapshot)
+                shown.set()
+
+            self._keeper.do(show)
+            for name in names:
+                self._write_to(name, snapshot)
+            shown.wait()
+        else:
+            for name in names:
+                self._write_to(name, snapshot)
         if self.comm.size == 1 and STORE in snapshot.reached:
             # There is nobody to agree with.
             self._commit(snapshot)
         snapshot.done = True
 
+    def _write_to(self, name: str, snapshot: Snapshot) -> None:
+        try:
+            self._tiers[name].write(snapshot, hurry=lambda: self._hurry)
+            snapshot.reached.add(name)
+        except Abandoned:
+            snapshot.faults[name] = snapshot.error or "given up because another rank failed"
+        except HpctrainError as error:
+            snapshot.faults[name] = error.message
+        except BaseException as error:
+            # Whatever ends this thread, the training thread must not wait for it.
+            snapshot.faults[name] = fault_text(error)
+
     def _commit(self, snapshot: Snapshot) -> None:
         try:
-            snapshot.wait_confirmed()
             self.store.commit(snapshot)
             snapshot.committed = True
         except Abandoned:

@@ -185,18 +185,6 @@ class Snapshot:
 
     # ---- writer thread ----------------------------------------------------------------------
 
-    def wait_confirmed(self) -> None:
-        """Return when the training thread has been in :meth:`wait_copied`.
-
-        Raises:
-            Abandoned: it never will be, or it saw that something had changed.
-        """
-        while not self._confirmed.wait(_PATIENCE_SECONDS):
-            if self.abandoned:
-                raise Abandoned
-        if self._error is not None:
-            raise Abandoned
-
     def wait_ready(self, piece: int, end: int) -> None:
         """Return when the bytes of a piece before ``end`` are there.
 
@@ -221,12 +209,17 @@ class Snapshot:
         return (first.piece, first.start) >= (piece, end)
 
     def wait_sealed(self) -> Part:
-        """The part, when the checksums are there.
+        """The part, when the checksums are there and the training thread has seen that nothing
+        was copied while it changed: before that no level may show it as whole.
 
         Raises:
             CheckpointError: there will be none.
+            Abandoned: nobody waits for it any more.
         """
         self._sealed.wait()
+        while self._error is None and not self._confirmed.wait(_PATIENCE_SECONDS):
+            if self.abandoned:
+                raise Abandoned
         if self._error is not None or self.part is None:
             raise CheckpointError(self._error or "the snapshot was not taken")
         return self.part

@@ -51,7 +51,9 @@ class Checkpointer:
             kind = files_for(root, context.world_size, context.nodes)
         write = WriteOptions(direct=settings.direct, bandwidth=settings.bandwidth)
         options = SaveOptions(kind, settings.buffers, settings.when_busy, write)
-        self.store = CheckpointStore(root, context.comm.Dup(), keep=settings.keep)
+        self.store = CheckpointStore(
+            root, context.comm.Dup(), keep=settings.keep, node=context.node
+        )
         self._saver: Saver | None = None
         self._options = options
         self._levels = Levels(root, spec.checkpoint, context, write)

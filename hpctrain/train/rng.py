@@ -40,13 +40,15 @@ class Generators:
     def __init__(self) -> None:
         self._numpy: Any = np.random.get_state()
         self._seen = (0, b"")
+        self._python: Any = random.getstate()
+        self._python_seen = b""
 
     def capture(self) -> Callable[[], dict[str, NDArray[np.generic]]]:
         """The state of every generator now, as a function that gives it as arrays of integers.
 
         Taking the states is quick; making arrays of them is not, and can be left for later.
         """
-        python, numpy = random.getstate(), self._numpy_state()
+        python, numpy = self._python_state(), self._numpy_state()
         torch_state = torch.default_generator.get_state()
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
@@ -67,6 +69,21 @@ class Generators:
             return state
 
         return arrays
+
+    def _python_state(self) -> Any:
+        """Python's state, asked for only where it may have changed, as with numpy's: it makes an
+        object of each word."""
+        getstate: Any = random.getstate
+        generator = getstate.__self__
+        # In CPython the words follow the object's head: where they are not found, ask always.
+        room = type(generator).__basicsize__ - object.__basicsize__
+        words = ctypes.string_at(id(generator) + object.__basicsize__, min(4 * 625, room))
+        if words != self._python_seen or generator.gauss_next is not None or self._python[2]:
+            self._python = random.getstate()
+            *keys, position = self._python[1]
+            expected = np.asarray([position, *keys], dtype=np.uint32).tobytes()
+            self._python_seen = words if words == expected else b""
+        return self._python
 
     def _numpy_state(self) -> Any:
         """numpy's legacy state, asked for only where it may have changed: numpy takes longer to

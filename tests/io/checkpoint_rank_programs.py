@@ -163,6 +163,51 @@ def find_damaged(root: str) -> dict[str, Any]:
     return {"step": step, "skipped": skipped, "read": message}
 
 
+def read_together(root: str, damage: str) -> dict[str, Any]:
+    """Columns and rows of what rank 0 saved, read by all: what differs, what is reported and
+    how many bytes this rank asked the operating system for."""
+    from hpctrain.io.restore import Request
+
+    comm = _comm()
+    rank, size = comm.rank, comm.size
+    wide, tall, many = numbers([700, 9001], 3), numbers([4001, 11], 5), numbers([33])
+    if rank == 0:
+        shards = [whole("model/wide", wide), whole("model/tall", tall), whole("model/many", many)]
+        shards.append(whole("optimizer/unread", numbers([3000, 1000], 9)))
+        solo = CheckpointStore(Path(root), SoloCommunicator())
+        path = solo.save(1, shards, scalars={}, per_rank={}).path
+        if damage:
+            with solo.open(1) as reader:
+                extents = reader.manifest.tensors[damage].extents
+            with (path / "tensors.h5").open("r+b") as stream:
+                stream.seek(extents[-1].start + 5)
+                stream.write(b"\x77")
+    comm.Barrier()
+    columns, rows = fsdp_range(9001, rank, size), fsdp_range(4001, rank, size)
+    outs = {
+        "model/wide": (wide[:, slice(*columns)], (0, columns[0])),
+        "model/tall": (tall[slice(*rows)], (rows[0], 0)),
+        "model/many": (many, (0,)),
+    }
+    requests = [Request(n, at, np.zeros_like(array)) for n, (array, at) in outs.items()]
+    before = _bytes_read()
+    message = ""
+    try:
+        with CheckpointStore(Path(root), comm).open(1, together=True) as reader:
+            reader.read_all(requests)
+    except CheckpointError as error:
+        message = error.message
+    differ = [r.name for r in requests if not np.array_equal(r.out, outs[r.name][0])]
+    left = [path.name for path in Path("/dev/shm").glob("hpctrain-read-*")]
+    return {"differ": differ, "told": message, "read": _bytes_read() - before, "left": left}
+
+
+def _bytes_read() -> int:
+    """Bytes that this process had from read calls."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
 def save_on_full_disk(root: str, unchecked: bool, megabytes: int) -> dict[str, Any]:
     """A small checkpoint, then one that does not fit."""
     write = WriteOptions(check_space=not unchecked)

@@ -25,6 +25,8 @@ from hpctrain.io.interval import daly, steps_between, young
 from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec, TensorShard
 from hpctrain.io.sources import HostSources
+from hpctrain.io.store import STORE
+from hpctrain.io.tiers import MEMORY, NODE, MemoryTier, NodeTier, held_parts
 from hpctrain.train.rng import Generators, restore
 from hpctrain.train.sources import Held, TorchSources
 
@@ -353,3 +355,49 @@ def test_intervals_of_young_and_daly() -> None:
     # One that takes longer to write than Daly's interval cannot be taken more often than that.
     assert steps_between(0.001, 3600, 1.0, 50) == 55
     assert steps_between(0.001, 3600, 100.0, 1) == 1
+
+
+class Late(HostSources):
+    """As where the training thread is in the middle of changing a tensor that is copied, which
+    only its own look afterwards can tell."""
+
+    def confirm(self) -> None:
+        raise CheckpointError("model/w: changed")
+
+
+@pytest.mark.parametrize("levels", [{MEMORY}, {MEMORY, NODE}, {MEMORY, NODE, STORE}])
+def test_no_level_shows_a_snapshot_before_the_training_thread_has_confirmed_it(
+    tmp_path: Path, levels: set[str]
+) -> None:
+    comm = SoloCommunicator()
+    tiers = [
+        MemoryTier(tmp_path / "memory", 0, leads=True),
+        NodeTier(tmp_path / "node", 0, leads=True, keep=1, options=WriteOptions()),
+    ]
+    saver = Saver(tmp_path / "store", comm, tiers=tiers)
+    array = np.full((50, 40), 1, np.float32)
+    shard = TensorShard("model/w", (50, 40), (0, 0), array, "float32")
+
+    def shown() -> list[int]:
+        return steps_held(tmp_path / "memory") + steps_held(tmp_path / "node")
+
+    for number, kind in enumerate((HostSources, Late, HostSources), start=1):
+        assert saver.save(number, kind([shard]), scalars={}, per_rank=dict, tiers=levels)
+        deadline = time.monotonic() + 10
+        while not saver._flight[-1].copied:  # checksums follow in milliseconds
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.1)
+        assert number not in shown()
+        (outcome,) = saver.drain()
+        assert (outcome.error is None) == (kind is HostSources)
+        assert steps_held(tmp_path / "memory") == {1: [1], 2: [1], 3: [1, 3]}[number]
+        if NODE in levels:
+            assert steps_held(tmp_path / "node") == {1: [1], 2: [1], 3: [3]}[number]
+    saver.close(forget=False)
+    assert CheckpointStore(tmp_path / "store", comm).steps() == ([1, 3] if STORE in levels else [])
+
+
+def steps_held(folder: Path) -> list[int]:
+    """Of the saves that a level shows as whole."""
+    return sorted(part.step for _, part in held_parts(folder))

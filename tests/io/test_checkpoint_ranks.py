@@ -12,6 +12,7 @@ from checkpoint_rank_programs import (
     find_damaged,
     numbers,
     read_columns,
+    read_together,
     save_badly,
     save_sharded,
 )
@@ -96,3 +97,24 @@ def test_one_bad_rank_is_an_error_on_all_and_costs_nothing(
     if "limit" in how:
         assert all("File too large" in r["told"] and str(tmp_path) in r["told"] for r in results)
         assert all("the checkpoint of step 2 was not written" in r["told"] for r in results)
+
+
+def test_what_several_ranks_want_is_read_once_a_node(tmp_path: Path) -> None:
+    """38 MB: by each rank of three for itself it were up to three times as much."""
+    found = ranks.run_ranks(3, read_together, str(tmp_path), "")
+    assert all(one["differ"] == [] and one["told"] == "" for one in found)
+    size = sum(path.stat().st_size for path in (tmp_path / "step00000001").iterdir())
+    assert size < sum(one["read"] for one in found) < 1.15 * size + (2 << 20)
+    assert all(one["left"] == [] for one in found)
+
+
+@pytest.mark.parametrize("tensor", ["model/wide", "model/tall", "optimizer/unread"])
+def test_damage_is_found_by_one_rank_of_those_that_read_together(
+    tmp_path: Path, tensor: str
+) -> None:
+    """Wanted by all, by one, or by nobody."""
+    found = ranks.run_ranks(3, read_together, str(tmp_path), tensor)
+    told = [one["told"] for one in found if one["told"]]
+    assert len(told) == 1
+    assert f"extent {tensor}[" in told[0]
+    assert "checksum" in told[0]

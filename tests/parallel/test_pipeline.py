@@ -140,13 +140,13 @@ def assert_parity(reports: dict[str, dict]) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    return run(2, [*chain(*TWO_RANKS.values())], timeout=380, learns=0.25)
+    return run(2, [*chain(*TWO_RANKS.values())], timeout=380, learns=0.1, steps=5)
 
 
 @pytest.fixture(scope="module")
 def four_ranks():
     job = JOB.replace("global_batch: 12, micro_batch: 3", "global_batch: 24, micro_batch: 6")
-    return run(4, [*chain(*FOUR_RANKS.values())], job, timeout=380, learns=0.25)
+    return run(4, [*chain(*FOUR_RANKS.values())], job, timeout=380, learns=0.1, steps=5)
 
 
 @pytest.mark.timeout(400)
