@@ -13,6 +13,7 @@ import pytest
 from life_helpers import Life, wait_for
 from life_tokens import make_tokens
 
+from hpctrain.records import EventRecord
 from hpctrain.testing import hosts
 from hpctrain.testing.slurm import SlurmCluster, unavailable
 
@@ -44,6 +45,15 @@ def cluster() -> Iterator[SlurmCluster]:
         yield started
 
 
+@pytest.fixture(autouse=True)
+def alike(cluster: SlurmCluster) -> Iterator[None]:
+    """Each test leaves idle nodes behind links of one rate."""
+    yield
+    assert cluster.hosts is not None
+    cluster.cancel_all()
+    cluster.hosts.set_rate("1gbit")
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokens(tmp_path_factory.mktemp("tokens"))
@@ -55,22 +65,19 @@ def test_a_slow_link_is_named_while_the_job_runs(
     assert cluster.hosts is not None
     life = Life(cluster, tmp_path / "links", tokens, JOB).submit()
     life.reaches(16)
-    assert [e for e in life.run.read_events() if e.kind == "straggler"] == []
+
+    def told() -> list[EventRecord]:
+        found = [e for e in life.run.read_events() if e.kind == "straggler"]
+        return [e for e in found if e.data["slow"] == "link"]
+
+    assert told() == []
     cluster.hosts.set_rate("20mbit", 3)
     slowed = time.time()
-
-    def told() -> object:
-        return [e for e in life.run.read_events() if e.kind == "straggler"]
-
     wait_for(told, 90, life.tell)
-    event = life.run.read_events()[-1]
-    first = next(e for e in life.run.read_events() if e.kind == "straggler")
-    assert first.data["slow"] == "link", event
+    first = told()[0]
     assert first.message.endswith("a link is slow; it is that of node3")
     assert first.time > slowed
     life.call("cancel", life.run.id, "--now")
-    cluster.cancel_all()
-    cluster.hosts.set_rate("1gbit", 3)
 
 
 def test_a_slow_link_is_found_before_the_first_step(
@@ -80,7 +87,6 @@ def test_a_slow_link_is_found_before_the_first_step(
     cluster.hosts.set_rate("20mbit", 2)
     life = Life(cluster, tmp_path / "links", tokens, JOB).submit("train.steps=2")
     life.ends("finished")
-    cluster.hosts.set_rate("1gbit", 2)
     found = json.loads((life.run.health / "preflight.json").read_text())
     assert found["bad_nodes"] == ["node2"]
     assert found["seconds"] < 20
