@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import published_rows
 import yaml
+from planner_ranking import Outcome, ranking, source_name
 from planner_tables import markdown, show
 from published_rows import Row, half_of, shown_memory
 
@@ -37,25 +36,6 @@ OUT_OF_MEMORY = DATA / "published_out_of_memory.csv"
 ANCHORS = DATA / "anchors.csv"
 VTRAIN = ("vtrainM-001", "vtrainM-043", "vtrainM-088")
 """Layouts of one model that vTrain measured far apart."""
-NOISE = 0.03
-"""Standard deviation between runs of one layout: the BLOOM search ran one three times and got
-117.1, 123.7 and 123.8 s, another 110.4, 110.5 and 113.5 s."""
-LAYOUTS = 5
-"""Fewest layouts of a model on a machine that are ranked."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A measured row and what the planner says of it."""
-
-    row: Row
-    predicted: float
-    used: float
-
-    @property
-    def error(self) -> float:
-        """predicted / measured - 1; 0 where nothing was measured."""
-        return self.predicted / self.row.seconds - 1 if self.row.seconds else 0.0
 
 
 def predicted(row: Row, table: Mapping[str, Mapping[str, float]] | None = None) -> float:
@@ -111,85 +91,12 @@ def grouped(found: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str
     return {name: summary(members) for name, members in groups.items()}
 
 
-def source_name(row: Row) -> str:
-    """Short name of a row's source: the id without its number."""
-    return row.ident.rsplit("-", 1)[0]
-
-
 def size_name(row: Row) -> str:
     billions = row.work.model.parameters / 1e9
     for bound in (3, 10, 30, 100, 300):
         if billions < bound:
             return f"below {bound}B"
     return "300B and more"
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    i = 0
-    while i < len(order):
-        j = i
-        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
-            j += 1
-        for k in range(i, j + 1):
-            ranks[order[k]] = (i + j) / 2
-        i = j + 1
-    return ranks
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation, ties at their mean rank; 0 where one side is constant."""
-    x, y = _ranks(a), _ranks(b)
-    if len(set(x)) < 2 or len(set(y)) < 2:
-        return 0.0
-    return statistics.correlation(x, y)
-
-
-def repeatability(measured: Sequence[float]) -> float:
-    """Rank correlation that a second measurement would have with this one, if runs of one layout
-    differ by ``NOISE``: what no prediction can be expected to pass. Mean of 50 draws."""
-    draw = random.Random(0)
-    again = ([m * math.exp(draw.gauss(0.0, NOISE)) for m in measured] for _ in range(50))
-    return statistics.fmean(spearman(measured, second) for second in again)
-
-
-def ranking(found: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """For each (source, model, devices) with enough layouts: rank correlation, that of a repeated
-    measurement, and what choosing the predicted best costs against the best measured (seconds a
-    FLOP)."""
-    groups: dict[tuple[str, str, int], list[Outcome]] = defaultdict(list)
-    for o in found:
-        if o.row.seconds and o.row.kind != "moe":
-            groups[source_name(o.row), o.row.model, o.row.devices].append(o)
-    table = []
-    for (source, model, devices), members in groups.items():
-        layouts = {(o.row.plan, o.row.work.sequence, o.row.work.kernel) for o in members}
-        if len(layouts) < LAYOUTS:
-            continue
-        # rows of a group may differ in size of model or batch: time a FLOP compares them
-        scale = [
-            o.row.work.global_batch
-            * o.row.work.sequence
-            * o.row.work.model.model_flops_per_token(o.row.work.sequence)
-            for o in members
-        ]
-        measured = [(o.row.seconds or 0.0) / s for o, s in zip(members, scale, strict=True)]
-        guessed = [o.predicted / s for o, s in zip(members, scale, strict=True)]
-        chosen = measured[guessed.index(min(guessed))]
-        table.append(
-            {
-                "source": source,
-                "model": model,
-                "devices": devices,
-                "rows": len(members),
-                "spearman": spearman(measured, guessed),
-                "spearman_of_a_repeat": repeatability(measured),
-                "spread": max(measured) / min(measured) - 1,
-                "chosen_over_best": chosen / min(measured) - 1,
-            }
-        )
-    return table
 
 
 def out_of_memory(fits: Sequence[Outcome], failed: Sequence[Row]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def show(result: Mapping[str, Any]) -> None:
         out(
             f"  {r['source']} {r['model']} on {r['devices']}: {r['rows']} rows within "
             f"{r['spread']:.0%}, Spearman {r['spearman']:.2f} (a repeat "
-            f"{r['spearman_of_a_repeat']:.2f}), chosen {r['chosen_over_best']:+.1%} over the best"
+            f"{r['spearman_of_a_repeat']:.2f} at {r['noise']:.1%} noise), chosen "
+            f"{r['chosen_over_best']:+.1%} over the best"
         )
     out("Out of memory")
     out(
@@ -104,12 +105,15 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines.append("|---|---|---|---|")
     for name, s in result["not_fitted_by_source"].items():
         add(name, s)
-    lines += ["", "| layouts of one model on one machine | rows | Spearman | of a repeat | best |"]
-    lines.append("|---|---|---|---|---|")
+    lines += [
+        "",
+        "| layouts of one model on one machine | rows | Spearman | noise | of a repeat | best |",
+    ]
+    lines.append("|---|---|---|---|---|---|")
     for r in result["ranking"]:
         lines.append(
             f"| {r['source']} {r['model']} on {r['devices']} | {r['rows']} | {r['spearman']:.2f} | "
-            f"{r['spearman_of_a_repeat']:.2f} | {r['chosen_over_best']:+.1%} |"
+            f"{r['noise']:.1%} | {r['spearman_of_a_repeat']:.2f} | {r['chosen_over_best']:+.1%} |"
         )
     lines += [
         "",

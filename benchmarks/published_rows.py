@@ -17,7 +17,7 @@ from published_origins import Origin, origin_of
 
 from hpctrain.errors import HpctrainError
 from hpctrain.layout import DENSE_AXES, ParallelLayout
-from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.inputs import Dispatch, Placement, StatePlacement, Strategy, Workload
 from hpctrain.plan.memory import StageMemory
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
@@ -332,6 +332,7 @@ def parse(raw: dict[str, str]) -> Row:
         fused_norms=fused,
         logit_bytes=origin.logit_bytes,
         parallel_loss=origin.parallel_loss,
+        dispatch=Dispatch(_dispatch(raw)),
         reduce_bytes=2 if "PURE" in raw.get("notes", "") else origin.gradients,
     )
     plan = Strategy(
@@ -361,6 +362,12 @@ def parse(raw: dict[str, str]) -> Row:
         known=platform.known,
         filled=tuple(filled),
     )
+
+
+def _dispatch(raw: dict[str, str]) -> str:
+    """DeepEP and HybridEP send a token once to each node (DeepEP's documentation)."""
+    text = raw.get("notes", "")
+    return "hierarchical" if re.search("deep-?ep|hybrid-?ep", text, re.IGNORECASE) else "flat"
 
 
 def _memory(raw: dict[str, str]) -> float | None:

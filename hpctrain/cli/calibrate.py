@@ -32,8 +32,11 @@ _MIB = 1 << 20
     show_default=True,
     help="Directory of checkpoints, whose write speed is measured.",
 )
+@click.option(
+    "--quick", is_flag=True, help="Smaller products, messages and files, in seconds: a first look."
+)
 @json_option
-def command(name: str, target: Path | None, storage: Path, as_json: bool) -> None:
+def command(name: str, target: Path | None, storage: Path, quick: bool, as_json: bool) -> None:
     """Measure matrix products, attention, memory, launches, collectives and files of this node.
 
     Takes about a minute, on a node of its own. Writes a site file based on --machine; name that
@@ -47,7 +50,7 @@ def command(name: str, target: Path | None, storage: Path, as_json: bool) -> Non
     machine = get_machine(name)
     ranks = _ranks(machine)
     platform = platform_of(machine, ranks)
-    found, device = _measure(machine, ranks, storage)
+    found, device = _measure(machine, ranks, storage, quick)
     base = calibration(platform.family, DEFAULT_STACK).values
     solved = solve(found, platform, base, stack(DEFAULT_STACK).attention)
     path = target or Path(f"{machine.name}-measured.yaml")
@@ -68,7 +71,7 @@ def _ranks(machine: Machine) -> int:
     return machine.devices_per_node
 
 
-def _measure(machine: Machine, ranks: int, storage: Path) -> tuple[Measurements, str]:
+def _measure(machine: Machine, ranks: int, storage: Path, quick: bool) -> tuple[Measurements, str]:
     import torch
 
     from hpctrain.plan.measured import SHAPES, Measurements
@@ -85,17 +88,16 @@ def _measure(machine: Machine, ranks: int, storage: Path) -> tuple[Measurements,
         # a rank's own share of the cores
         torch.set_num_threads(max(1, (machine.node.usable_cores or ranks) // ranks))
     dtype = torch.bfloat16 if gpu else torch.float32
-    scale = 4 if gpu else 1
-    shapes = [(m * scale, n * scale, k * scale) for m, n, k in SHAPES]
-    if not gpu:
-        shapes = [(m // 2, n // 2, k // 2) for m, n, k in SHAPES]
-    sequence, heads, head_dim = (8192, 16, 128) if gpu else (1024, 4, 64)
+    less = 2 if quick else 1  # of every side
+    times, parts = (4, less) if gpu else (1, 2 * less)
+    shapes = [(m * times // parts, n * times // parts, k * times // parts) for m, n, k in SHAPES]
+    sequence, heads, head_dim = (8192 // less, 16, 128) if gpu else (1024 // less, 4, 64)
     forward, _ = measure.attention(device, dtype, sequence, heads, head_dim)
     seconds, moved = measure.elementwise(device, dtype, (256 if gpu else 8) * _MIB)
     local = min(ranks, torch.cuda.device_count()) if gpu else ranks
     gathers = {}
     if local > 1:
-        sizes = [_MIB // 4, 4 * _MIB, (256 if gpu else 32) * _MIB]
+        sizes = [_MIB // 4, 4 * _MIB, (256 if gpu else 32) * _MIB // less**2]
         gathers[local] = tuple(measure.gathers(device.type, local, sizes))
     found = Measurements(
         products=tuple(measure.products(device, dtype, shapes)),
@@ -103,7 +105,7 @@ def _measure(machine: Machine, ranks: int, storage: Path) -> tuple[Measurements,
         stream=(moved, seconds),
         block_seconds=measure.launches(device, dtype),
         gathers=gathers,
-        write=measure.write_rate(storage, (1024 if gpu else 64) * _MIB),
+        write=measure.write_rate(storage, (1024 if gpu else 64) * _MIB // less**2),
         dtype="bf16" if gpu else "fp32",
         element_bytes=2.0 if gpu else 4.0,
     )

@@ -12,6 +12,7 @@ from hpctrain.cli.options import job_argument, json_option, set_option
 from hpctrain.errors import Exit
 
 if TYPE_CHECKING:
+    from hpctrain.cli.prepare import Prepared
     from hpctrain.plan.plan import Plan
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -88,12 +89,23 @@ def command(
     return Exit.OK if found.fits else Exit.IMPOSSIBLE
 
 
-def _plan(job: str, overrides: tuple[str, ...], stack: str | None, no_search: bool) -> Plan:
+def _load(job: str, overrides: tuple[str, ...]) -> Prepared:
+    """The job; an unknown machine is impossible to plan for, as an unknown stack is."""
     from hpctrain.cli.prepare import load
+    from hpctrain.errors import ImpossibleError
+    from hpctrain.machine.catalogue import UnknownMachineError
+
+    try:
+        return load(job, overrides)
+    except UnknownMachineError as error:
+        raise ImpossibleError(error.message, hint=error.hint) from None
+
+
+def _plan(job: str, overrides: tuple[str, ...], stack: str | None, no_search: bool) -> Plan:
     from hpctrain.plan.plan import make_plan
     from hpctrain.plan.software import DEFAULT_STACK
 
-    prepared = load(job, overrides)
+    prepared = _load(job, overrides)
     return make_plan(
         prepared.job.spec,
         prepared.machine,
@@ -110,7 +122,6 @@ def _mixed(
     as_json: bool,
 ) -> int:
     """A job over nodes of several machines."""
-    from hpctrain.cli.prepare import load
     from hpctrain.errors import UsageError
     from hpctrain.machine import get_machine
     from hpctrain.plan import text
@@ -118,7 +129,7 @@ def _mixed(
     from hpctrain.plan.software import DEFAULT_STACK
     from hpctrain.plan.unequal import Part, plan_mixed
 
-    prepared = load(job, overrides)
+    prepared = _load(job, overrides)
     spec, name = prepared.job.spec, stack or DEFAULT_STACK
     machines = [(prepared.machine, spec.nodes)]
     for other in others:

@@ -337,7 +337,7 @@ class _Shape:
 
     @classmethod
     def of(cls, planned: Topology) -> JobSpec | _Shape:
-        from hpctrain.spec.job import SlurmSpec
+        from hpctrain.spec.slurm import SlurmSpec
 
         if planned.spec is not None:
             return planned.spec

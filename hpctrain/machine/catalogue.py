@@ -59,6 +59,10 @@ _SiteLoader.add_constructor(
 )
 
 
+class UnknownMachineError(UsageError):
+    """No machine of that name; the known ones are listed."""
+
+
 def machine_names() -> tuple[str, ...]:
     """Names of the shipped machines, in alphabetical order."""
     return tuple(sorted(path.stem for path in SITES.glob("*.yaml")))
@@ -85,7 +89,7 @@ def get_machine(name_or_path: str | Path) -> Machine:
     if lowered in aliases:
         return load_site(SITES / f"{aliases[lowered]}.yaml")
     near = difflib.get_close_matches(lowered, [*names, *aliases], n=1, cutoff=0.6)
-    raise UsageError(
+    raise UnknownMachineError(
         f"machine {text!r} is not known"
         + (f"; did you mean {near[0]}?" if near else ".")
         + f" Known: {', '.join(names)}",

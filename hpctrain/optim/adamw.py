@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpctrain.spec.job import TrainSpec
+from hpctrain.spec.training import TrainSpec
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], train: TrainSpec) -> torch.optim.AdamW:

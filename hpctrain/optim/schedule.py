@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpctrain.spec.job import TrainSpec
+from hpctrain.spec.training import TrainSpec
 
 
 def learning_rate(step: int, train: TrainSpec) -> float:

@@ -35,7 +35,8 @@ from hpctrain.parallel.ragged import WHOLE, Piece, RaggedPlan, plan_ragged
 from hpctrain.runtime.hierarchical import all_gather_op
 
 if TYPE_CHECKING:
-    from hpctrain.spec.job import JobSpec, TrainSpec
+    from hpctrain.spec.job import JobSpec
+    from hpctrain.spec.training import TrainSpec
 
 _GRAIN = 1024
 """Elements below which rows of AdamW's parameters stay together: vectors are cut for no gain."""

@@ -19,8 +19,8 @@ from hpctrain.plan.search import search
 from hpctrain.plan.software import DEFAULT_STACK
 from hpctrain.plan.space import Space
 from hpctrain.spec import Job, JobSpec, parse_job, resolve
-from hpctrain.spec.job import ParallelSpec
 from hpctrain.spec.load import Source
+from hpctrain.spec.parallel import ParallelSpec
 from hpctrain.spec.resolve import Site
 
 ROOM = 0.95

@@ -15,7 +15,8 @@ from hpctrain.plan.platform import Platform
 from hpctrain.plan.software import Calibration
 
 _NODE_HOPS = 4.0
-"""Latency of a step between nodes against one inside, times log2 of the nodes (a tree)."""
+"""Latency of a step between nodes against one inside. Gathers go round a ring of the nodes; sums
+take a tree where its log2 steps are fewer, as NCCL does."""
 _RING_LIMIT = 16
 
 
@@ -58,9 +59,19 @@ class Wires:
 
     def gather(self, total: float, group: Group) -> float:
         """Seconds of an all-gather to ``total`` bytes, or a reduce-scatter of ``total`` bytes."""
-        n, local = group.size, group.local
-        if n <= 1:
+        if group.size <= 1:
             return 0.0
+        return self._moving(total, group) + self._latency(group, group.domains - 1)
+
+    def all_reduce(self, total: float, group: Group) -> float:
+        """Seconds of an all-reduce of ``total`` bytes a rank."""
+        if group.size <= 1:
+            return 0.0
+        steps = min(group.domains - 1, math.log2(group.domains))
+        return 2.0 * (self._moving(total, group) + self._latency(group, steps))
+
+    def _moving(self, total: float, group: Group) -> float:
+        n, local = group.size, group.local
         inside = outside = 0.0
         if local > 1:
             rate = self.platform.domain_bandwidth(local) * self.link
@@ -68,12 +79,10 @@ class Wires:
         if n > local:
             rate = min(self.platform.nic_bandwidth * local, self.platform.link_bandwidth)
             outside = total * (n - 1) / n / (rate * self.network)
-        hops = min(local, _RING_LIMIT) - 1 + _NODE_HOPS * math.log2(n / local)
-        return max(inside, outside) + self.hop * hops
+        return max(inside, outside)
 
-    def all_reduce(self, total: float, group: Group) -> float:
-        """Seconds of an all-reduce of ``total`` bytes a rank."""
-        return 2.0 * self.gather(total, group)
+    def _latency(self, group: Group, steps: float) -> float:
+        return self.hop * (min(group.local, _RING_LIMIT) - 1 + _NODE_HOPS * steps)
 
     def all_to_all(self, sent: float, group: Group) -> float:
         """Seconds in which each rank sends ``sent`` bytes, spread evenly over the group."""

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hpctrain.layout import DEFAULT_ORDER, ParallelLayout
+from hpctrain.plan.optimizers import MatrixOptimizer
 from hpctrain.plan.platform import Platform
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import Calibration, Stack
+
+_ADAMW = MatrixOptimizer()
 
 
 class Placement(StrEnum):
@@ -53,6 +56,21 @@ class StatePlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatch:
+    """How tokens get to experts on other ranks.
+
+    Attributes:
+        kind: ``flat``, ``hierarchical`` or ``slice``; see hpctrain.plan.experts.
+        parts: of a micro-batch's tokens, one under way while experts work on another.
+        copies: experts of others that a rank takes copies of, at most.
+    """
+
+    kind: str = "flat"
+    parts: int = 1
+    copies: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """How a step is cut.
 
@@ -93,6 +111,11 @@ class Strategy:
         wide = layout.dp_shard if layout.dp_shard > 1 else layout.dp
         return wide * layout.cp
 
+    def expert_nodes(self, devices: int) -> int:
+        """Nodes of ``devices`` that a group of expert ranks spans, if it spans them evenly."""
+        reach = self.layout.ep * self.layout.etp
+        return reach // devices if devices > 1 and reach > devices else 1
+
     def strides(self) -> dict[str, int]:
         """Ranks between neighbours along each dense axis."""
         found, step, layout = {}, 1, self.layout
@@ -120,6 +143,8 @@ class Workload:
         kept_gradient_bytes: bytes of a gradient element in memory; as in reductions where None.
         logit_bytes, parallel_loss: as in Stack; the stack's own where None.
         stages: layers of each pipeline stage; dealt by the stack's rule where None.
+        dispatch: how tokens get to experts.
+        matrix_optimizer: what updates the matrices of blocks.
     """
 
     model: ModelShape
@@ -136,6 +161,8 @@ class Workload:
     logit_bytes: float | None = None
     parallel_loss: bool | None = None
     stages: tuple[int, ...] | None = None
+    dispatch: Dispatch = Dispatch()
+    matrix_optimizer: MatrixOptimizer = _ADAMW
 
     @property
     def kernel(self) -> str:

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from hpctrain.errors import UsageError
 from hpctrain.layout import DEFAULT_ORDER
 from hpctrain.machine import LinkKind, Machine
-from hpctrain.plan.inputs import Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.inputs import Dispatch, Placement, StatePlacement, Strategy, Workload
+from hpctrain.plan.optimizers import MatrixOptimizer
 from hpctrain.plan.platform import CATALOGUE, Platform, find_accelerator
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.plan.software import DEFAULT_STACK, Fitted, apply, calibration, stack
@@ -121,6 +122,7 @@ def workload_of(
         values = apply(fitted.values, {**measured.values, "spread": max(measured.spread, 0.05)})
         fitted = Fitted(values, "measured", fitted.rows)
         platform = replace(platform, known=True)
+    dispatch = spec.parallel.dispatch
     work = Workload(
         model=ModelShape.of(spec.model.transformer()),
         sequence=spec.data.sequence_length,
@@ -130,6 +132,8 @@ def workload_of(
         stack=software,
         values=fitted.values,
         stages=_stages(spec),
+        dispatch=Dispatch(dispatch.kind, dispatch.chunks, dispatch.copies),
+        matrix_optimizer=MatrixOptimizer(spec.train.optimizer.kind, spec.train.optimizer.block),
     )
     return work, fitted
 

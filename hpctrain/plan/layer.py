@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
 
 from hpctrain.plan.collectives import Wires
+from hpctrain.plan.experts import add_experts
 from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.kernels import Device
+from hpctrain.plan.seconds import LayerTime, Seconds
 
 # Element-wise memory traffic, bytes a token and unit of width in half precision. Two norms and
 # two residual additions run on the residual stream; a fused norm reads and writes once forward
@@ -21,56 +23,9 @@ _ROTARY = (8.0, 8.0)
 _LOSS = 26.0
 """Bytes a logit: casts, log-sum-exp and its gradient in fp32."""
 _EMBEDDING = 20.0
-_PERMUTE = 12.0
-"""Bytes a routed token and unit of width: gather, scatter and weighting, forward; as much back."""
-
-
-@dataclass(slots=True)
-class Seconds:
-    """Time by kind. ``launch`` is what a device idles between kernels."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    launch: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    ep: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return (
-            self.products
-            + self.attention
-            + self.elementwise
-            + self.launch
-            + self.tp
-            + self.cp
-            + self.ep
-        )
-
-    @property
-    def communication(self) -> float:
-        return self.tp + self.cp + self.ep
-
-    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
-        """Field by field, ``self + times · other``."""
-        return Seconds(
-            **{f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in fields(self)}
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """One block and one micro-batch: forward, backward, and forward again where recomputed."""
-
-    forward: Seconds
-    backward: Seconds
-    recompute: Seconds
-    weights: float = 0.0
-    """Part of the backward pass that only weight gradients need."""
-    total: float = 0.0
-    """All of it."""
+_SUMMED = 12.0
+"""Bytes a weight of the output layer and piece of a streamed sequence: its gradient's fp32 sum is
+read and written, and the piece's gradient read."""
 
 
 def layer_time(
@@ -81,7 +36,8 @@ def layer_time(
     Args:
         work: model, sequence and software.
         device, wires: rates of the platform.
-        plan: the cut; only tp, cp, ep, etp, micro-batch, recompute and sequence parallelism count.
+        plan: the cut; only tp, cp, ep, etp, micro-batch, recompute, sequence parallelism and pieces
+            count.
         dense: the block has a dense network in a model with experts.
     """
     model, values, layout = work.model, work.values, plan.layout
@@ -129,10 +85,12 @@ def layer_time(
     forward.launch = values.layer_seconds / 3.0
     backward.launch = values.layer_seconds * 2.0 / 3.0
 
-    # Feed-forward network.
+    # Feed-forward network, in pieces of the sequence where it is streamed.
     gate = 2 if model.gated else 1
+    count, piece = pieces(work, plan)
+    before = forward.products
     if sparse:
-        weights += _experts(work, device, wires, plan, forward, backward)
+        weights += add_experts(work, device, wires, plan, forward, backward)
         dense_ffn = model.shared_ffn
     else:
         dense_ffn = int(ffn)
@@ -141,18 +99,20 @@ def layer_time(
             (model.hidden, gate * dense_ffn / tp),
             (dense_ffn / tp, model.hidden),
         ):
-            f, i, w = device.linear(tokens, inputs, outputs)
+            f, i, w = (count * t for t in device.linear(piece, inputs, outputs))
             forward.products += f
             backward.products += i + w
             weights += w
+    network = forward.products - before
 
     # Tensor parallelism: two all-reduces, or their halves on both sides of the split regions.
     if tp > 1:
         one = wires.gather(2.0 * tokens * model.hidden, wires.group((tp, strides["tp"])))
-        count = 2.0 if sparse and plan.sequence_parallel else 4.0
-        forward.tp = count * one * (1.0 - values.tp_overlap)
+        exchanged = sparse and plan.sequence_parallel and work.dispatch.kind != "slice"
+        sums = 2.0 if exchanged else 4.0
+        forward.tp = sums * one * (1.0 - values.tp_overlap)
         hidden = max(values.tp_overlap, values.tp_backward_overlap)
-        backward.tp = count * one * (1.0 - hidden)
+        backward.tp = sums * one * (1.0 - hidden)
         if plan.sequence_parallel:
             # inputs are gathered once more for weight gradients, beside a product
             backward.tp += 2.0 * one * 0.5 * (1.0 - hidden)
@@ -182,6 +142,13 @@ def layer_time(
         share = work.stack.selective_share
         recompute.products = share * forward.products
         recompute.elementwise = share * forward.elementwise
+    if plan.stream is not None:
+        # backward computes the network again, piece by piece
+        inner_bytes = tokens * inner[0] * ffn / tp
+        recompute = Seconds().plus(recompute)
+        recompute.products += network
+        recompute.elementwise += device.stream(inner_bytes)
+        recompute.launch += (count - 1) * values.layer_seconds / 3.0
     total = forward.total + backward.total + recompute.total
     return LayerTime(forward, backward, recompute, weights, total)
 
@@ -192,42 +159,15 @@ def exchanged_heads(heads: float, kv_heads: float, ranks: int) -> float:
     return 2.0 * heads + 2.0 * max(kv_heads, float(ranks))
 
 
-def _experts(
-    work: Workload,
-    device: Device,
-    wires: Wires,
-    plan: Strategy,
-    forward: Seconds,
-    backward: Seconds,
-) -> float:
-    """Adds routed experts: dispatch, grouped products and combine; returns weight-gradient time."""
-    model, layout = work.model, plan.layout
-    ep, etp = layout.ep, layout.etp
-    tokens = plan.micro_batch * work.sequence / layout.cp
-    held = tokens / layout.tp  # the router deals out the sequence-split tokens
-    routed = held * model.topk * etp  # rows of the local experts, with balanced routing
-    local = model.experts / ep
-    rows = routed * (ep / model.experts)
-    gate = 2 if model.gated else 1
-    weights = 0.0
-    for inputs, outputs in (
-        (model.hidden, gate * model.ffn_hidden / etp),
-        (model.ffn_hidden / etp, model.hidden),
-    ):
-        f, i, w = device.linear(max(rows, 1.0), inputs, outputs)
-        forward.products += f * local
-        backward.products += (i + w) * local
-        weights += w * local
-    moved = held * model.topk * model.hidden * _PERMUTE
-    forward.elementwise += device.stream(moved)
-    backward.elementwise += device.stream(moved)
-    if ep > 1:
-        group = wires.group((ep, etp))
-        one = wires.all_to_all(2.0 * held * model.topk * model.hidden, group)
-        exposed = 2.0 * one * (1.0 - work.values.expert_overlap)
-        forward.ep += exposed
-        backward.ep += exposed
-    return weights
+def pieces(work: Workload, plan: Strategy) -> tuple[int, float]:
+    """Pieces that a rank's tokens of a micro-batch are worked on in, and the tokens of one."""
+    tokens = plan.micro_batch * work.sequence / plan.layout.cp
+    if plan.stream is None:
+        return 1, tokens
+    split = plan.layout.tp if plan.sequence_parallel else 1
+    at_once = min(tokens, float(plan.micro_batch * plan.stream * split))
+    count = math.ceil(tokens / at_once)
+    return count, tokens / count
 
 
 def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> float:
@@ -235,7 +175,10 @@ def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> f
     model, layout = work.model, plan.layout
     tokens = plan.micro_batch * work.sequence / layout.cp
     vocab = model.vocab / layout.tp
-    products = sum(device.linear(tokens, model.hidden, vocab))
+    count, piece = pieces(work, plan)
+    products = count * sum(device.linear(piece, model.hidden, vocab))
+    if count > 1:  # gradients are made in forward, and summed over the pieces
+        products += count * device.stream(_SUMMED * vocab * model.hidden)
     if work.loss_is_parallel or layout.tp == 1:
         return products + device.stream(tokens * vocab * _LOSS)
     whole = wires.gather(2.0 * tokens * model.vocab, wires.group((layout.tp, plan.strides()["tp"])))

@@ -85,6 +85,7 @@ class StateBytes:
         unit: bytes a parameter of the block that runs (gathered copies and their gradients).
         block: bytes a parameter of every block of a stage that stays gathered.
         ends: bytes a gathered parameter of embedding and output layer.
+        matrices: bytes a block of optimizer states beyond AdamW's.
     """
 
     common: tuple[float, float, float]
@@ -92,6 +93,7 @@ class StateBytes:
     unit: float = 0.0
     block: float = 0.0
     ends: float = 0.0
+    matrices: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,9 @@ def activations(work: Workload, plan: Strategy) -> Activations:
         stream += 0.0 if model.layernorm else 2 * 4.0
         inner += each * (2 * (model.heads - model.kv_heads) * model.head_dim + heads)
     whole = tokens * (model.hidden * (stream / split + outputs / gathered) + inner / tp)
+    if work.dispatch.copies:  # as many as are ever taken, in the parameters' own type
+        copied = work.dispatch.copies * model.ffn_matrices * model.hidden * model.ffn_hidden
+        whole += work.weight_bytes * copied / layout.etp
     scores = 0.0
     if work.kernel in ("torch", "fused"):
         rows = plan.micro_batch * model.heads / tp * (work.sequence / layout.cp)
@@ -184,6 +189,16 @@ def counts(work: Workload, plan: Strategy) -> Counts:
 
 def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     """Bytes a parameter that the placement of the states leaves on a rank."""
+    found = _adamw_bytes(work, plan)
+    if work.matrix_optimizer.kind == "adamw":
+        return found
+    beyond = work.matrix_optimizer.beyond_adamw(work.model) / plan.layout.tp
+    if plan.states.optimizer is not Placement.REPLICATED:
+        beyond /= plan.optimizer_ranks
+    return replace(found, matrices=beyond)
+
+
+def _adamw_bytes(work: Workload, plan: Strategy) -> StateBytes:
     layout, states = plan.layout, plan.states
     shard = layout.dp_shard * layout.cp
     shards = (float(shard), float(min(shard, layout.edp)))
@@ -199,7 +214,7 @@ def state_bytes(work: Workload, plan: Strategy) -> StateBytes:
     buckets = 1.0
     if accumulated and states.gradients is Placement.SHARDED:
         states = replace(states, gradients=Placement.REPLICATED)
-    elif accumulated and not states.fully_sharded and layout.dp > 1 and layout.pp == 1:
+    elif accumulated and not states.fully_sharded and layout.dp * layout.cp > 1 and layout.pp == 1:
         buckets = 2.0  # DDP's buckets stand beside what earlier micro-batches accumulated
 
     def held(near: float, widest: float) -> tuple[float, float, float]:
@@ -258,7 +273,7 @@ def stage_memory(
             StageMemory(
                 parameters=parts[0],
                 gradients=parts[1],
-                optimizer=parts[2],
+                optimizer=parts[2] + layers[stage] * state.matrices,
                 activations=kept.stage(layers[stage], held[stage], plan.virtual),
                 logits=kept.logits if stage == pp - 1 else 0.0,
                 gathered=gathered,

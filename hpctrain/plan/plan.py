@@ -23,7 +23,8 @@ from hpctrain.plan.space import Space
 from hpctrain.plan.steptime import StepModel, StepTime
 from hpctrain.plan.volume import traffic
 from hpctrain.schedule import Costs, Timeline, make, simulate
-from hpctrain.spec.job import CheckpointSpec, JobSpec
+from hpctrain.spec.checkpoint import CheckpointSpec
+from hpctrain.spec.job import JobSpec
 
 NODE_MTBF = 250 * 86400.0
 """Seconds between failures of one node: Llama 3 (Grattafiori et al. 2024, section 3.3.4) lost 419
@@ -295,13 +296,15 @@ def job_space(spec: JobSpec, context: int = 1) -> Space:
         context: ranks that share a sequence in it.
     """
     cuts = {1, spec.parallel.expert_tensor}
+    whole = spec.train.optimizer.kind != "adamw"  # matrices that no axis may cut
     return Space(
+        tensor=(1,) if whole else None,
         context=None if context > 1 else (1,),
         expert=None,
         expert_tensor=tuple(sorted(cuts)),
         schedules=("1f1b", "interleaved", "zb-h1"),
         recompute=tuple(RECOMPUTE.values()),
-        states=tuple(STATES),
+        states=("none", "zero1") if whole else tuple(STATES),
         orders=(DEFAULT_ORDER,),
         zero1_shards=False,
         indivisible=True,

@@ -115,7 +115,10 @@ def _states(
                     placement=placement,
                     shard=shard,
                     cost=model.state(cut, layers),
-                    block=size.dense * common + size.experts * routed + state.block * block,
+                    block=size.dense * common
+                    + size.experts * routed
+                    + state.block * block
+                    + state.matrices,
                     first=size.first * (common + state.ends),
                     last=size.last * (common + state.ends),
                     whole=state.unit * block,

@@ -115,6 +115,8 @@ class Stack:
         selective_share: share of a block's forward pass that selective recomputation repeats
             where the attention kernel keeps no scores.
         overlap: names of the overlaps of Calibration that it is capable of.
+        expert_launches: launches of a local expert's products over those of a block; 0 where one
+            grouped product computes all of them.
         dropout: jobs of that time used dropout.
     """
 
@@ -147,6 +149,7 @@ class Stack:
     reserved: float = 1.10
     context_bytes: float = 1.5 * 2**30
     overlap: tuple[str, ...] = ()
+    expert_launches: float = 0.25  # two linears, three products each, of about 24 kernels
     dropout: bool = False
 
     def gradient_bytes(self, dtype: str) -> int:
@@ -188,17 +191,19 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 kept_gradient_bytes=6,  # half-precision gradients beside an fp32 accumulator
                 reserved=1.20,
                 context_bytes=4.0 * 2**30,
+                overlap=("pp_overlap",),
                 dropout=True,
             ),
             Stack(
                 "pytorch-2023",
                 "PyTorch 2.0 with flash attention, FSDP or ZeRO-1 without overlap",
                 "flash1",
+                split_sends=False,
                 sharded_master=True,
                 balanced_stages=True,
                 scattered_gradients=False,
                 keeps_gathered=True,
-                overlap=("fsdp_overlap",),
+                overlap=("fsdp_overlap", "pp_overlap"),
             ),
             Stack(
                 "pytorch-2024",
@@ -243,6 +248,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 norm_kept=0.0,
                 logit_bytes=10.0,
                 logit_bytes_fp32=8.0,
+                expert_launches=0.0,
                 overlap=("tp_backward_overlap", "fsdp_overlap", "dp_overlap"),
             ),
         )

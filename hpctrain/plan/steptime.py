@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from hpctrain.plan.collectives import Wires
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.kernels import Device
-from hpctrain.plan.layer import LayerTime, Seconds, embedding_time, head_time, layer_time
+from hpctrain.plan.layer import embedding_time, head_time, layer_time
 from hpctrain.plan.memory import StageMemory, micro_batches_held, stage_memory
 from hpctrain.plan.pipeline import form_of, has_form, simulated
+from hpctrain.plan.seconds import LayerTime, Seconds
 
 _OPTIMIZER_BYTES = 30.0
 """Adam in mixed precision, bytes a parameter: reads master, two moments and gradient (16), writes
@@ -201,6 +202,7 @@ class StepModel:
             plan.recompute,
             plan.sequence_parallel,
             plan.order,
+            plan.stream,
         )
         found = self._layers.get(key)
         if found is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.fabric import Traffic
+from hpctrain.plan.experts import by_index, nodes_visited, routed
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.layer import exchanged_heads
 from hpctrain.plan.memory import counts
@@ -53,27 +54,63 @@ def _tensor(work: Workload, plan: Strategy) -> list[Volume]:
     each = 4.0 if work.dtype == "fp32" else 2.0
     tokens = plan.micro_batch * work.sequence / layout.cp
     stream = each * tokens * model.hidden
-    layers = max(StepModel(work).layers_of(plan))
     again = 1 if plan.recompute == "full" else 0
+    sparse = _sparse(work, plan)
+    layers = max(StepModel(work).layers_of(plan))
+    # two regions of a block are shared, attention and network; of one with routed experts attention
+    # and the experts that every token visits
+    regions = 2 * layers - sparse + (sparse if model.shared_ffn else 0)
     # the loss: a maximum, and a sum beside the target's logit
-    loss = [
+    found = [
         Volume(("tp",), "all_reduce", m * 4.0 * tokens, m),
         Volume(("tp",), "all_reduce", m * 8.0 * tokens, m),
     ]
+    if sparse:
+        found += _beside_experts(work, plan, m * sparse, stream, again)
     if not plan.sequence_parallel:
-        # two all-reduces forward (leaving attention and network), two backward (entering them);
-        # the embedding leaves once and the output layer enters once
-        count = layers * (4 + 2 * again) + 2
-        return [Volume(("tp",), "all_reduce", m * count * stream, m * count), *loss]
+        # an all-reduce forward (leaving a region) and one backward (entering it); the embedding
+        # leaves once and the output layer enters once
+        count = regions * (2 + again) + 2
+        return [Volume(("tp",), "all_reduce", m * count * stream, m * count), *found]
     # entering gathers, leaving scatters; backward each does the other's, and the inputs of
     # column-parallel layers are gathered again for their weights' gradients
-    gathers = layers * (6 + 2 * again) + 3
-    scatters = layers * (4 + 2 * again) + 2
+    gathers = regions * (3 + again) + 3
+    scatters = regions * (2 + again) + 2
     return [
         Volume(("tp",), "all_gather", m * gathers * stream, m * gathers),
         Volume(("tp",), "reduce_scatter", m * scatters * stream, m * scatters),
-        *loss,
+        *found,
     ]
+
+
+def _beside_experts(
+    work: Workload, plan: Strategy, blocks: int, stream: float, again: int
+) -> list[Volume]:
+    """What a tensor group moves for routed experts: the load of each sequence; by index, the tokens
+    with their choices and weights; else, where all members hold all tokens, each one's share of
+    the outputs and of the gradients."""
+    model, samples = work.model, plan.micro_batch
+    tokens = samples * work.sequence / plan.layout.cp
+    choices = tokens * model.topk
+    once = blocks * (1 + again)
+    found = []
+    if plan.sequence_parallel:
+        loads = 8.0 * samples * model.experts
+        found.append(Volume(("tp",), "all_reduce", once * loads, once))
+    if not by_index(work, plan):
+        if not plan.sequence_parallel:
+            found.append(Volume(("tp",), "all_gather", (once + blocks) * stream, once + blocks))
+            found.append(Volume(("tp",), "all_gather", blocks * 4.0 * choices, blocks))
+        return found
+    if not plan.sequence_parallel:
+        found.append(Volume(("tp",), "all_reduce", (once + blocks) * stream, once + blocks))
+        found.append(Volume(("tp",), "all_reduce", blocks * 4.0 * choices, blocks))
+        return found
+    found.append(Volume(("tp",), "all_gather", (once + blocks) * stream, once + blocks))
+    found.append(Volume(("tp",), "reduce_scatter", (once + blocks) * stream, once + blocks))
+    found.append(Volume(("tp",), "all_gather", once * (4.0 + 8.0) * choices, 2 * once))
+    found.append(Volume(("tp",), "reduce_scatter", blocks * 4.0 * choices, blocks))
+    return found
 
 
 def _context(work: Workload, plan: Strategy) -> list[Volume]:
@@ -107,22 +144,45 @@ def _experts(work: Workload, plan: Strategy) -> list[Volume]:
     """Expert parallelism with balanced routing: tokens to their experts and back, forward and
     backward; where ranks share an expert's channels, they share its tokens as well."""
     layout, model = plan.layout, work.model
-    if not model.experts:
+    if not model.experts or by_index(work, plan):
         return []
     m = work.micro_batches(plan)
-    layers = max(StepModel(work).layers_of(plan))
+    layers = _sparse(work, plan)
     each = 4.0 if work.dtype == "fp32" else 2.0
-    rows = plan.micro_batch * work.sequence / layout.cp / layout.tp * model.topk
-    sent = each * rows * model.hidden
+    bring = routed(work, plan)
+    width = each * model.hidden
     passes = m * layers * (2 + (1 if plan.recompute in ("full", "stage") else 0))
     found = []
     if layout.ep > 1:
-        found.append(Volume(("ep",), "all_to_all", 2 * passes * sent, 2 * passes))
+        calls = 2 * passes * work.dispatch.parts
+        nodes = plan.expert_nodes(work.platform.domain_devices)
+        if work.dispatch.kind == "hierarchical" and nodes > 1:
+            once = bring.tokens * nodes_visited(model.experts, nodes, model.topk)
+            found.append(Volume(("ep",), "all_to_all", 2 * passes * width * once, calls))
+        found.append(Volume(("ep",), "all_to_all", 2 * passes * width * bring.rows, calls))
+    if bring.copied:
+        size = bring.copied * model.ffn_matrices * model.hidden * model.ffn_hidden / layout.etp
+        moved = passes * work.weight_bytes * size
+        found.append(Volume(("ep",), "all_to_all", moved, passes))
+    once = m * layers * work.dispatch.parts * (1 + (plan.recompute in ("full", "stage")))
+    if layout.ep > 1 and work.dispatch.kind == "flat":
+        # who sends how many rows to which expert
+        found.append(Volume(("ep",), "all_gather", once * 8.0 * model.experts * layout.ep, once))
     if layout.etp > 1:
-        wide = sent * layout.etp
-        found.append(Volume(("etp",), "all_gather", passes * wide, passes))
-        found.append(Volume(("etp",), "reduce_scatter", passes * wide, passes))
+        # every sharer gets all rows, and gives back its part of each
+        wide = width * bring.rows * layout.etp
+        found.append(Volume(("etp",), "all_to_all", 2 * passes * wide, 2 * passes))
+        counts_ = 8.0 * model.experts / layout.ep * layout.etp
+        found.append(Volume(("etp",), "all_gather", once * counts_, once))
     return found
+
+
+def _sparse(work: Workload, plan: Strategy) -> int:
+    """Blocks with experts of the stage with the most blocks."""
+    layers = max(StepModel(work).layers_of(plan))
+    if not work.model.experts:
+        return 0
+    return layers - (work.model.dense_layers if plan.layout.pp == 1 else 0)
 
 
 def _expert_data(work: Workload, plan: Strategy) -> list[Volume]:

@@ -6,6 +6,7 @@ Each reads what people write, says what would be right, and has its JSON Schema.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -242,3 +243,18 @@ Plain = BeforeValidator(plain)
 """Marks a field of fixed choices: ``Annotated[Literal["a", "b"], Plain]``."""
 Arguments = Annotated[dict[str, Any], BeforeValidator(plain)]
 """Free arguments of a user's own function."""
+
+
+_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _entry_point(value: str | None) -> str | None:
+    if value is not None and not _ENTRY.fullmatch(value):
+        raise ValueError(f"found {value!r}; write package.module:function")
+    return value
+
+
+EntryPoint = Annotated[OptionalText, AfterValidator(_entry_point)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from hpctrain.errors import ImpossibleError
 from hpctrain.layout import ParallelLayout, divisors
-from hpctrain.spec.job import JobSpec, ModelSpec, default_ffn_hidden
+from hpctrain.spec.job import JobSpec
 from hpctrain.spec.load import Job, Source
+from hpctrain.spec.model import ModelSpec, default_ffn_hidden
 from hpctrain.spec.sequence import SequenceSplit
 
 

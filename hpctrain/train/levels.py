@@ -17,7 +17,7 @@ from hpctrain.io.tiers import MEMORY, NODE, PARITY, PARTNER, MemoryTier, NodeTie
 
 if TYPE_CHECKING:
     from hpctrain.runtime.context import RankContext
-    from hpctrain.spec.job import CheckpointSpec
+    from hpctrain.spec.checkpoint import CheckpointSpec
 
 
 class Levels:

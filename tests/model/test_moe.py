@@ -22,7 +22,7 @@ from hpctrain.model.moe_routing import (
     z_loss,
 )
 from hpctrain.model.transformer import Transformer, next_token_loss
-from hpctrain.spec.job import ModelSpec
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.presets import PRESETS
 from hpctrain.spec.transformer import MoeDims, TransformerDims
 

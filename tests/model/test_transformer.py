@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.model.dropout import dropout_keys
 from hpctrain.model.init import init_parameters
 from hpctrain.model.transformer import Attention, Block, Transformer, next_token_loss, rotate
-from hpctrain.spec.job import ModelSpec
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.presets import PRESETS
 from hpctrain.spec.transformer import TransformerDims
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpctrain.optim.adamw import build_optimizer
-from hpctrain.spec.job import TrainSpec
+from hpctrain.spec.training import TrainSpec
 from hpctrain.testing.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpctrain.optim.schedule import learning_rate
-from hpctrain.spec.job import TrainSpec
+from hpctrain.spec.training import TrainSpec
 
 
 def train(kind: str, *, steps: int = 110, lr: float = 1.0, **more: Any) -> TrainSpec:

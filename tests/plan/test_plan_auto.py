@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from hpctrain.machine import get_machine
 from hpctrain.plan.auto import ROOM
 from hpctrain.plan.plan import job_space, make_plan
 from hpctrain.plan.search import search
+from hpctrain.rundir import RunDir
 from hpctrain.spec import parse_job
 
 JOB = """\
@@ -101,3 +106,46 @@ def test_on_other_machines(machine):
     assert plan.fits
     assert plan.strategy.layout.world_size == job.ranks
     assert get_machine(machine).name == job.machine.name
+
+
+@pytest.mark.mpi
+def test_the_chosen_layout_trains(tmp_path):
+    """From ``hpctrain submit`` to a finished run of two local ranks."""
+
+    def hpctrain(*words: str) -> str:
+        program = Path(sys.executable).parent / "hpctrain"
+        done = subprocess.run(
+            [program, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    words = random.Random(0).choices(["one", "two", "three"], k=2000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    hpctrain("data", "tokenize", "text.txt", "-o", "tokens.h5")
+    job = """\
+name: chosen
+machine: local
+ranks_per_node: 2
+model: {layers: 2, hidden: 32, heads: 4, vocab_size: 256}
+data: {path: tokens.h5, sequence_length: 32}
+parallel: {layout: auto, tensor: 2}
+train: {steps: 2, global_batch: 8, lr: 1e-3}
+"""
+    (tmp_path / "job.yaml").write_text(job)
+    hpctrain("submit", "job.yaml")
+    (run,) = RunDir.all(tmp_path / "runs")
+    state = run.read_state()
+    assert state is not None and state.status == "finished"
+    resolved = parse_job(run.job.read_text()).spec
+    assert resolved.parallel.layout == "given"
+    assert (resolved.parallel.tensor, resolved.parallel.data) == (2, 1), "what was given stays"
+    asked = prepare(parse_job(job, overrides=()), tmp_path).job.spec
+    assert resolved.parallel == asked.parallel
+    last = run.last_step()
+    assert last is not None and last.step == 2

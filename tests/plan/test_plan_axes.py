@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from hpctrain.layout import ParallelLayout
-from hpctrain.plan.inputs import StatePlacement, Strategy, Workload
+from hpctrain.plan.experts import nodes_visited, routed
+from hpctrain.plan.inputs import Dispatch, StatePlacement, Strategy, Workload
+from hpctrain.plan.layer import pieces
 from hpctrain.plan.memory import activations, counts, stage_memory
 from hpctrain.plan.platform import CATALOGUE
 from hpctrain.plan.shapes import ModelShape
@@ -100,9 +104,8 @@ def test_expert_ranks_share_experts_and_exchange_tokens():
     there = moved[("ep",), "all_to_all"]
     assert there.bytes == m * L * 4 * rows * H * 2
     assert there.messages == m * L * 4
-    wide = moved[("etp",), "all_gather"]
-    assert wide.bytes == m * L * 2 * rows * 2 * H * 2
-    assert moved[("etp",), "reduce_scatter"].bytes == wide.bytes
+    wide = moved[("etp",), "all_to_all"]
+    assert wide.bytes == m * L * 4 * rows * 2 * H * 2
     assert moved[("edp",), "all_reduce"].bytes == 4 * L * experts / 8
     sharded = replace(plan, layout=replace(layout, dp_replicate=1, dp_shard=8))
     sharded = by_axis(work, replace(sharded, states=StatePlacement.zero(3)))
@@ -125,3 +128,60 @@ def test_more_ranks_that_share_a_sequence_or_experts_need_less_memory_and_say_wh
     assert used(plan(cp=4)) < used(plan(cp=2)) < used(plan())
     assert model.step(plan(ep=4)).split["expert parallel"] > 0
     assert model.step(plan()).split["expert parallel"] == 0
+
+
+def test_nodes_that_a_token_visits():
+    """Every choice of k experts, counted: of the six pairs of four experts on two nodes, four
+    lie on both and two on one."""
+    assert nodes_visited(4, 2, 2) == pytest.approx((4 * 2 + 2 * 1) / 6)
+    assert nodes_visited(16, 4, 1) == 1
+    choices = list(itertools.combinations(range(12), 5))
+    visited = statistics.fmean(len({expert // 3 for expert in one}) for one in choices)
+    assert nodes_visited(12, 4, 5) == pytest.approx(visited)
+
+
+def test_ways_to_dispatch():
+    many = workload(replace(SPARSE, experts=64, topk=8), batch=32)
+    plan = Strategy(layout=ParallelLayout(dp_replicate=32, ep=32), micro_batch=1)
+
+    def exchanged(dispatch, strategy=plan):
+        found = replace(many, dispatch=dispatch)
+        return StepModel(found).step(strategy).split["expert parallel"]
+
+    flat = exchanged(Dispatch())
+    # 7.8 of 8 choices lie on other ranks, 6 of them on other nodes; but only 3.7 of 4 nodes are
+    # visited, three quarters of which are others
+    assert 0.4 * flat < exchanged(Dispatch("hierarchical")) < 0.8 * flat
+    assert flat / 2 <= exchanged(Dispatch(parts=2)) < flat
+    together = replace(plan, layout=ParallelLayout(tp=8, dp_replicate=4, ep=8))
+    together = replace(together, sequence_parallel=True)
+    assert exchanged(Dispatch(), together) > 0
+    assert exchanged(Dispatch("slice"), together) == 0
+
+
+def test_copies_of_experts():
+    """2,048 rows of an expert weigh more than the 1,536 of its three matrices there and back."""
+    few = replace(workload(SPARSE), dispatch=Dispatch(copies=2))
+    plan = Strategy(layout=ParallelLayout(dp_replicate=4, ep=4), micro_batch=4)
+    sent = routed(few, plan)
+    assert (sent.tokens, sent.copied) == (4 * S, 2)
+    assert sent.rows == 4 * S * 2 * (1 - 2 / 16)
+    assert routed(few, replace(plan, micro_batch=1)).copied == 0, "512 rows are not worth it"
+    more = activations(few, plan).kept - activations(workload(SPARSE), plan).kept
+    assert more == 2 * 3 * H * 1024 * 4, "fp32 copies until backward"
+
+
+def test_a_streamed_sequence_computes_the_network_again():
+    work = workload(DENSE)
+    model = StepModel(work)
+    plan = Strategy(layout=ParallelLayout(dp_replicate=2), micro_batch=2)
+    whole = replace(plan, stream=S)
+    assert pieces(work, whole) == (1, 2 * S)
+    assert pieces(work, replace(plan, stream=1000)) == (5, 2 * S / 5)
+    again = model.layer(whole)[0].recompute.products
+    up, down = (model.device.linear(2 * S, *sides)[0] for sides in ((H, 2 * 4096), (4096, H)))
+    assert again == pytest.approx(up + down)
+    steps = [model.step(replace(plan, stream=tokens)).seconds for tokens in (None, S, 256, 64)]
+    assert steps == sorted(steps), "smaller pieces cost more"
+    held = [activations(work, replace(plan, stream=tokens)).logits for tokens in (None, 1024, 256)]
+    assert held[1] == held[0] / 4 and held[2] == held[0] / 16

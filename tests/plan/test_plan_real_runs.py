@@ -1,12 +1,14 @@
 """The planner against real runs on MPI ranks: memory of tensors, bytes of communicators.
 
 Memory is the sum of the live storages that torch's dispatcher sees, at its fullest moment in the
-third step, when optimizer states and DDP's buckets stand.
+third step, when optimizer states and DDP's buckets stand. The plan takes routing to be balanced:
+with experts it is held against the mean over the ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,24 @@ model: {layers: 6, hidden: 192, heads: 6, vocab_size: 1024}
 data: {path: none, sequence_length: 384}
 train: {steps: 10, global_batch: 8, micro_batch: 2, lr: 3e-3}
 """
-SIX = {
-    1: [(GPT, "")],
+MOE = LLAMA.replace("bias: false", "bias: false, moe: {experts: 4, top_k: 2, hidden: 256}")
+LAYOUTS = {
+    1: [
+        (GPT, ""),
+        (GPT, "train.optimizer.kind=muon"),
+        (GPT, "train.optimizer.kind=adamw8bit train.optimizer.block=128"),
+        (GPT, "train.optimizer.kind=shampoo train.optimizer.block=128"),
+    ],
     2: [
         (LLAMA, ""),
         (LLAMA, "parallel.tensor=2"),
         (LLAMA, "parallel.tensor=2 parallel.sequence=false"),
         (LLAMA, "parallel.sharding=zero2"),
+        (LLAMA, "parallel.context=2"),
+        (MOE, "parallel.expert=2"),
+        (MOE, "parallel.expert=2 parallel.tensor=2"),
+        (MOE, "parallel.expert_tensor=2"),
+        (MOE, "parallel.expert=2 parallel.tensor=2 parallel.dispatch=slice"),
     ],
     4: [(LLAMA, "parallel.tensor=2 parallel.sharding=zero3 train.micro_batch=1")],
 }
@@ -90,7 +103,8 @@ def three_steps(spec: Any, context: Any) -> dict[str, Any]:
     counter = context.communicators.counter
     with _live_storages() as live:
         model = parallelize(spec, context)
-        stepper = Stepper(model, make_optimizer(model, spec), spec)
+        optimizer = make_optimizer(model, spec)
+        stepper = Stepper(model, optimizer, spec)
         for step in (1, 2, 3):
             micro_batches = _micro_batches(spec, context, step)
             live.peak = 0
@@ -102,8 +116,14 @@ def three_steps(spec: Any, context: Any) -> dict[str, Any]:
                 for operation, tally in by_operation.items()
             }
             stepper.update(step)
-    tensors = len(list(model.parameters()))
-    return {"peak": live.peak, "traffic": traffic, "tensors": tensors}
+    tensors = sum(not model.is_expert(name) for name, _ in model.named_parameters())
+    states = [t for one in optimizer.state.values() for t in one.items()]
+    return {
+        "peak": live.peak,
+        "traffic": traffic,
+        "tensors": tensors,
+        "states": sum(tensor.nbytes for key, tensor in states if key != "step"),
+    }
 
 
 def _live_storages() -> Any:
@@ -140,10 +160,10 @@ def _live_storages() -> Any:
     return Live()
 
 
-@pytest.mark.parametrize("ranks", SIX)
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_memory_and_traffic(ranks):
-    by_rank = run_ranks(ranks, every_layout, SIX[ranks], timeout=150)
-    for number, (job, overrides) in enumerate(SIX[ranks]):
+    by_rank = run_ranks(ranks, every_layout, LAYOUTS[ranks], timeout=150)
+    for number, (job, overrides) in enumerate(LAYOUTS[ranks]):
         spec = resolved(job, ranks, overrides)
         compare(spec, [found[number] for found in by_rank])
 
@@ -153,9 +173,16 @@ def compare(spec: Any, found: list[dict[str, Any]]) -> None:
     work, _ = workload_of(spec, get_machine("local"))
     plan = strategy_of(spec)
     stages = StepModel(work).memory(plan)
-    measured = max(rank["peak"] for rank in found)
+    experts = work.model.experts > 0
+    peaks = [rank["peak"] for rank in found]
+    measured = statistics.fmean(peaks) if experts else max(peaks)
     planned = max(stage.total - stage.context for stage in stages)
-    assert planned == pytest.approx(measured, rel=0.05), spec.parallel
+    # by index, tokens of the whole tensor group stand beside those of the experts: not planned yet
+    near = 0.10 if spec.parallel.dispatch.kind == "slice" else 0.05
+    assert planned == pytest.approx(measured, rel=near), spec.parallel
+
+    if len(found) == 1:  # byte for byte; a counter of steps is in no plan
+        assert stages[0].optimizer == found[0]["states"], spec.train.optimizer
 
     # Whole buffers of the plan against what a rank hands in, byte for byte.
     expected: dict[str, list[float]] = {}
@@ -163,14 +190,18 @@ def compare(spec: Any, found: list[dict[str, Any]]) -> None:
         (axis,) = [a for a in volume.axes if plan.layout.size(a) > 1]
         members = plan.layout.size(axis)
         handed = volume.bytes / members if volume.pattern == "all_gather" else volume.bytes
-        entry = expected.setdefault(f"{axis} {volume.pattern}", [0, 0.0])
+        pattern = "send" if volume.pattern == "chain" else volume.pattern
+        entry = expected.setdefault(f"{axis} {pattern}", [0, 0.0])
         entry[0] += volume.messages
         entry[1] += handed
-    if "dp_replicate all_reduce" in expected and "dp_shard reduce_scatter" not in expected:
-        # DDP also sums a 4-byte flag of each parameter tensor: whether any rank has used it
-        expected["dp_replicate all_reduce"][1] += 4 * found[0]["tensors"]
-    counted = {k: v for k, v in found[0]["traffic"].items() if not k.startswith("world")}
-    assert {k: v[1] for k, v in counted.items()} == {k: v[1] for k, v in expected.items()}
-    for key, (calls, _) in counted.items():
-        if "dp_replicate" not in key:  # DDP cuts its buckets by size
-            assert calls == expected[key][0], key
+    for axis in ("dp_replicate", "cp"):
+        if f"{axis} all_reduce" in expected and "dp_shard reduce_scatter" not in expected:
+            # DDP also sums a 4-byte flag of each parameter tensor: whether any rank has used it
+            expected[f"{axis} all_reduce"][1] += 4 * found[0]["tensors"]
+    traffic = [rank["traffic"] for rank in (found if experts else found[:1])]
+    keys = {key for one in traffic for key in one if not key.startswith("world")}
+    counted = {key: statistics.fmean(one[key][1] for one in traffic) for key in keys}
+    assert counted == {k: v[1] for k, v in expected.items()}, spec.parallel
+    for key in keys:
+        if " all_reduce" not in key or key.startswith("tp"):  # DDP cuts its buckets by size
+            assert traffic[0][key][0] == expected[key][0], key

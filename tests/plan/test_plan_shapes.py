@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.plan.shapes import ModelShape
 from hpctrain.spec import parse_job
-from hpctrain.spec.job import ModelSpec
+from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.presets import PRESETS
 from hpctrain.spec.resolve import resolve
 
