@@ -334,12 +334,13 @@ class SlurmClient:
         Raises:
             SchedulerError: the job is not running, or Slurm does not answer.
         """
-        done = self._run(["scancel", "--verbose", f"--signal={name}", job_id], unknown=True)
-        if info := self.state(job_id):
-            if info.state == "RUNNING":
-                return
+        info = self.state(job_id)
+        if info is None:
+            raise SchedulerError(f"no job {job_id}: no signal was sent")
+        if info.state != "RUNNING":
             raise SchedulerError(f"job {job_id} is {info.state}: no signal was sent")
-        raise SchedulerError(f"no job {job_id}: no signal was sent", hint=done.stderr.strip())
+        # It may end before scancel comes to it, or by what scancel sends.
+        self._run(["scancel", f"--signal={name}", job_id], unknown=True)
 
     # ---- running commands -----------------------------------------------------------------
 

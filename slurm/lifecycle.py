@@ -64,6 +64,7 @@ def ended(
     job: JobNow | None,
     restart: int,
     due: str = "",
+    late: bool = False,
 ) -> Ended | None:
     """Why an incarnation ended; None where it has done its last step.
 
@@ -74,6 +75,7 @@ def ended(
         job: what Slurm says of the job now, or None.
         restart: Slurm's count of requeues when this incarnation began.
         due: why Slurm ended the job, as its daemon wrote into the log, from :func:`due_to`.
+        late: the batch script ended the ranks since the walltime was nearly over.
     """
     if state is not None and state.status == "finished":
         return None
@@ -88,6 +90,8 @@ def ended(
             return found
     if state is not None and state.status == "stopped":
         return _stopped(state.reason)
+    if late:
+        return Ended("walltime", "the ranks had not stopped when the walltime was nearly over")
     if failures:
         return _failed(failures)
     if code == Exit.STOPPED:
@@ -113,7 +117,8 @@ def due_to(log: str) -> str:
     Args:
         log: what one incarnation has written.
     """
-    found = re.findall(r"\*\*\* JOB \S+ .*CANCELLED AT \S+ DUE TO ([A-Z ]+?) \*\*\*", log)
+    # NODE FAILURE goes on with ", SEE SLURMCTLD LOG FOR DETAILS".
+    found = re.findall(r"\*\*\* JOB \S+ .*CANCELLED AT \S+ DUE TO ([A-Z]+(?: [A-Z]+)*)", log)
     return found[-1] if found else ""
 
 
@@ -179,7 +184,8 @@ def _failed(failures: Sequence[FailureRecord]) -> Ended:
     if first.error == HANG:
         return Ended("hang", f"{lines[0]}")
     if not own:
-        return Ended("rank_failure", f"a rank was killed or left without a word; {words}")
+        lost = f"rank {first.rank} on {first.host} lost its peer{at}"
+        return Ended("rank_failure", f"a rank was killed or left without a word; {lost}")
     return Ended("rank_failure", words, goes_on=first.error not in _PERMANENT)
 
 

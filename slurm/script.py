@@ -32,6 +32,8 @@ every node, the packed environment, options of srun, the program, the job's own 
 
 _LONGEST_SIGNAL = 65535
 """Seconds; sbatch takes no larger time in --signal (sbatch(1))."""
+_RESERVE_SECONDS = 30
+"""Of the margin, for what the batch script does after its ranks; a fifth of a short one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    margin = math.ceil(spec.slurm.margin)
+    reserve = min(_RESERVE_SECONDS, margin // 5)
     parts = {
         part: [line.text for line in lines if line.part == part]
         for part in ("sbatch", "module", "site", "node", "unpack", "srun", "program", "job")
@@ -143,7 +147,9 @@ def render(
         hook=" ".join(bash_quote(token) for token in hook),
         cores=cores_per_rank(spec, srun.machine),
         walltime=spec.slurm.time,
-        margin=math.ceil(spec.slurm.margin),
+        margin=margin,
+        patience=margin - reserve,
+        grace=max(1, reserve // 4),
     )
     try:
         text.encode("utf-8", "surrogateescape")
@@ -161,16 +167,18 @@ def _sbatch(spec: JobSpec, run: RunDir, srun: SrunLauncher) -> Iterator[Line]:
 
     given = "given in the job file"
     yield line(f"--job-name={safe_name(spec.name)}", "shown by squeue", "name")
+    ranks, cores = ranks_per_node(spec), cores_per_rank(spec, machine)
     if slurm.nodes is None:
         yield line(f"--nodes={spec.nodes}", given, "nodes")
+        yield line(f"--ntasks-per-node={ranks}", "one task a rank", "ranks_per_node")
+        yield line(f"--cpus-per-task={cores}", "cores of a rank", cores_source(spec, machine))
     else:
+        # Tasks would be counted for the fewest nodes, and after a start for those of that start:
+        # Slurm then gives no more than these (tried on 22.05).
         yield line(f"--nodes={slurm.nodes}", "as many as there are", "slurm.nodes")
-    yield line(f"--ntasks-per-node={ranks_per_node(spec)}", "one task a rank", "ranks_per_node")
-    yield line(
-        f"--cpus-per-task={cores_per_rank(spec, machine)}",
-        "cores of a rank",
-        cores_source(spec, machine),
-    )
+        yield line(
+            f"--mincpus={ranks * cores}", "cores of a node's ranks", cores_source(spec, machine)
+        )
     if slurm.time is not None:
         yield line(f"--time={format_walltime(slurm.time)}", "walltime", "slurm.time")
     yield from _where(spec, srun)
@@ -202,13 +210,22 @@ def _sbatch(spec: JobSpec, run: RunDir, srun: SrunLauncher) -> Iterator[Line]:
     )
     yield line("--export=ALL", "PATH and loaded modules of the submitting shell", OURS)
     for option in machine.sbatch_options(spec.nodes):
-        tokens = " ".join(sbatch_quote(token, option.source) for token in option.tokens)
+        given_tokens = option.tokens
+        if slurm.nodes is not None:
+            given_tokens = tuple(_of_a_node(token, ranks) for token in given_tokens)
+        tokens = " ".join(sbatch_quote(token, option.source) for token in given_tokens)
         yield Line("sbatch", f"#SBATCH {tokens}", option.why, option.source)
     for index, text in enumerate(slurm.sbatch_options):
         key = f"slurm.sbatch_options.{index}"
         _refuse_ours(text, key)
         tokens = " ".join(sbatch_quote(token, key) for token in split_option(text))
         yield Line("sbatch", f"#SBATCH {tokens}", given, key)
+
+
+def _of_a_node(token: str, ranks: int) -> str:
+    """An option of a job that has no number of tasks."""
+    match = re.fullmatch(r"--gpus-per-task=(\d+)", token)
+    return f"--gpus-per-node={int(match[1]) * ranks}" if match else token
 
 
 def _where(spec: JobSpec, srun: SrunLauncher) -> Iterator[Line]:

@@ -63,10 +63,11 @@ def begin(rundir: Path) -> int:
 @command.command("end", short_help="After the ranks have left.")
 @_root
 @click.option("--code", type=int, required=True, help="Exit status of srun.")
-def end(rundir: Path, code: int) -> int:
+@click.option("--late", is_flag=True, help="The script ended the ranks before the walltime did.")
+def end(rundir: Path, code: int, late: bool) -> int:
     """Say how the job ended, have the run go on, and leave with the job's exit code."""
     _keep_calm()
-    return Life.read(RunDir(rundir.absolute())).end(code)
+    return Life.read(RunDir(rundir.absolute())).end(code, late)
 
 
 def _keep_calm() -> None:
@@ -211,8 +212,13 @@ class Life:
 
     # ---- after the ranks -------------------------------------------------------------------
 
-    def end(self, code: int) -> int:
-        """Decide what follows, write it down, do it; the exit code of the job."""
+    def end(self, code: int, late: bool = False) -> int:
+        """Decide what follows, write it down, do it; the exit code of the job.
+
+        Args:
+            code: exit status of srun.
+            late: the script ended the ranks since the walltime was nearly over.
+        """
         from hpctrain.slurm.lifecycle import chain, due_to, ended, refusal
 
         launches = self.run.read_launches()
@@ -220,7 +226,7 @@ class Life:
         state = self._own_state(launch)
         failures = self.run.read_failures(launch.attempt)
         now = self._now()
-        end = ended(code, state, failures, now, self.restart, due_to(self._log()))
+        end = ended(code, state, failures, now, self.restart, due_to(self._log()), late)
         if end is None:
             return 0
         code = _exit_code(code, state, failures)

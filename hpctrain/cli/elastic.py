@@ -113,9 +113,10 @@ def fit(run: RunDir, nodes: int) -> int:
         parts = share // int(spec.train.micro_batch)
         idle = f", {nodes - count} idle" if nodes > count else ""
         message = (
-            f"{count} nodes now, {before.nodes} before{idle}: global batch "
+            f"{count} node{'s' * (count > 1)} now, {before.nodes} before{idle}: global batch "
             f"{spec.train.global_batch} in {parts} micro-batch{'es' * (parts > 1)} of "
-            f"{spec.train.micro_batch} on {spec.parallel.data} data-parallel ranks; learning rate "
+            f"{spec.train.micro_batch} on {spec.parallel.data} data-parallel "
+            f"rank{'s' * (int(spec.parallel.data) > 1)}; learning rate "
             "and order of samples as before"
         )
         run.add_event(

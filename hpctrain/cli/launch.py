@@ -135,10 +135,10 @@ def _check_range(prepared: Prepared) -> None:
         return
     _, reasons = possible(Given(job.text, job.file, Path.cwd(), job.overrides), wanted.counts)
     if reasons:
-        first, why = next(iter(reasons.items()))
+        first = min(reasons)
         output.warn(
-            f"slurm.nodes {wanted}: the job cannot use {', '.join(map(str, reasons))} nodes and "
-            f"would leave some idle there; {first}: {why}"
+            f"slurm.nodes {wanted}: the job cannot use {' or '.join(map(str, sorted(reasons)))} "
+            f"nodes and would leave some idle there (on {first}: {reasons[first]})"
         )
 
 

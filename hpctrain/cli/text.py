@@ -68,8 +68,8 @@ def rows(view: RunView) -> list[tuple[str, str]]:
     found.append(("checkpoint", durable))
     if view.walltime_left is not None:
         found.append(("walltime", f"{format_duration(view.walltime_left)} left"))
-    if view.restarts:
-        last = view.restarts[-1]
+    if view.restarted:
+        last = next(one for one in reversed(view.restarts) if one.action != "stop")
         words = f"{view.restarted}; last: {last.reason} ({format_duration(age(last.time))} ago)"
         found.append(("restarts", words))
     if view.launch is not None:

@@ -204,7 +204,7 @@ def look(run: RunDir, *, ask_slurm: bool = True) -> RunView:
     fresh = [record for record in records if record.time >= since]
     total = state.total_steps if state is not None else _planned_steps(run)
     step = 0 if state is None else state.step
-    if fresh and status in _ACTIVE:
+    if fresh and (status in _ACTIVE or status == "failed"):  # whose ranks wrote no end
         step = max(step, fresh[-1].step)
     pace = Pace(total, fresh or [record for record in records if record.step <= step])
     return RunView(

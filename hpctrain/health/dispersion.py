@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.model.dropout import dropout_keys
 from hpctrain.records import Record
 
 if TYPE_CHECKING:
     from hpctrain.parallel.batch import MicroBatch
     from hpctrain.runtime.context import RankContext
 
-_FAR = 6.0
-"""Median absolute deviations from the median at which a rank stands out."""
+_FALSE = 0.02
+"""Chance that a rank of a healthy job stands out in a look, by one of the metrics."""
 _FLOOR = 0.05
-"""Deviations below this part of the median are never worth a word."""
+"""Deviations below this part of the mean are never worth a word."""
+_PARTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +84,41 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _outliers(values: Sequence[float]) -> list[tuple[int, float, float]]:
-    """(rank, value, median) of those that stand out; of fewer than four nobody does."""
+    """(rank, value, mean of the others) of those that stand out; of fewer than four nobody does.
+
+    Each value is held against the mean and deviation of the others (externally studentised
+    residual; Cook and Weisberg 1982, section 2.2), which follows Student's t where all are alike.
+    """
     if len(values) < 4:
         return []
     found = []
     for rank, value in enumerate(values):
         others = [v for index, v in enumerate(values) if index != rank and math.isfinite(v)]
-        if not others:
+        if len(others) < 3:
             continue
-        usual = statistics.median(others)
-        scatter = statistics.median(abs(one - usual) for one in others)
-        if not abs(value - usual) <= max(_FAR * scatter, _FLOOR * abs(usual)):  # NaN stands out
+        usual, count = statistics.fmean(others), len(others)
+        if not math.isfinite(value):
+            found.append((rank, value, usual))
+            continue
+        away = abs(value - usual)
+        if away <= _FLOOR * abs(usual):
+            continue
+        scatter = statistics.stdev(others) * math.sqrt(1 + 1 / count)
+        if not scatter or chance(away / scatter, count - 1) < _FALSE / len(values):
             found.append((rank, value, usual))
     return found
+
+
+def chance(t: float, freedom: int) -> float:
+    """Probability that Student's t is further from 0 than ``t``, by the midpoint rule.
+
+    With t = sqrt(n) tan(a) the density is that of cos(a)^(n - 1).
+    """
+    start = math.atan(t / math.sqrt(freedom))
+    width = (math.pi / 2 - start) / _PARTS
+    total = sum(math.cos(start + (i + 0.5) * width) ** (freedom - 1) for i in range(_PARTS))
+    scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi) / 2
+    return 2 * math.exp(scale) * total * width
 
 
 def look(
@@ -117,8 +139,7 @@ def look(
     model = stepper.model.whole
     devices = [context.device] if context.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), model.no_sync():
-        keys = dropout_keys(stepper.train.seed, step, micro.keys)
-        loss = stepper.loss(model, micro.batch, keys)
+        loss = stepper.micro_loss(step, micro)
         loss.backward()
     grads = [p.grad.detach().float() for p in model.parameters() if p.grad is not None]
     own = torch.cat([grad.flatten() for grad in grads])

@@ -53,15 +53,14 @@ class Monitor:
         self.run, self.spec, self.context, self.tell = run, spec, context, tell
         if context.is_first:
             run.health.mkdir(parents=True, exist_ok=True)
-        nodes = context.comm.allgather(context.node)
-        mates = [rank for rank, node in enumerate(nodes) if node == context.node]
+        places = context.comm.allgather((context.node, context.host))
+        mates = [rank for rank, (node, _) in enumerate(places) if node == context.node]
         self.heartbeat = Heartbeat(run, attempt, context.rank, context.node, mates)
         health = spec.health
         self.watchdog = Watchdog(
             run,
             attempt,
-            context.world_size,
-            context.host,
+            [host for _, host in places],
             self.heartbeat,
             hang_after=health.hang_after if context.world_size > 1 else 0.0,
             every=health.heartbeat,
@@ -70,6 +69,7 @@ class Monitor:
         )
         self._window = _Window()
         self._best_rate: float | None = None
+        self._apart: frozenset[int] = frozenset()
 
     def mark(self, phase: str, step: int | None = None) -> None:
         """This rank is at ``phase`` from now on; see Heartbeat.mark."""
@@ -196,9 +196,12 @@ class Monitor:
         if self.context.is_first:
             append_line(self.run.health / "dispersion.jsonl", found)
         for rank, why in found.outliers.items():
-            self.tell(
-                "inconsistent",
-                f"step {step}: data-parallel rank {rank} stands out: {why}",
-                rank=rank,
-                step=step,
-            )
+            if rank in self._apart:  # once, a healthy rank may by chance
+                self.tell(
+                    "inconsistent",
+                    f"step {step}: data-parallel rank {rank} stands out, as in the look before: "
+                    f"{why}",
+                    rank=rank,
+                    step=step,
+                )
+        self._apart = frozenset(found.outliers)

@@ -116,7 +116,11 @@ class Verdict:
 
 
 def judge(
-    reports: Sequence[Report], world_size: int, beats: Sequence[Beat], attempt: int
+    reports: Sequence[Report],
+    world_size: int,
+    beats: Sequence[Beat],
+    attempt: int,
+    hosts: Sequence[str] = (),
 ) -> Verdict:
     """Name the ranks that hold up the others.
 
@@ -125,7 +129,15 @@ def judge(
         world_size: ranks of the job.
         beats: last heartbeats of all ranks.
         attempt: number of the incarnation.
+        hosts: of each rank, also of those that cannot speak.
     """
+
+    def where(rank: int) -> str:
+        return _where(rank, by_rank, reports, beats, host_of(rank))
+
+    def host_of(rank: int) -> str:
+        return hosts[rank] if rank < len(hosts) else _host_of(rank, reports)
+
     by_rank = {report.rank: report for report in reports}
     silent = [rank for rank in range(world_size) if rank not in by_rank]
     missing, collective = _not_arrived(reports)
@@ -138,7 +150,7 @@ def judge(
     lines = [f"no progress for {waited:.0f} s in step {step} (attempt {attempt})"]
     if collective:
         lines.append(collective)
-    lines += [_where(rank, by_rank, reports, beats) for rank in guilty[:_SHOWN]]
+    lines += [where(rank) for rank in guilty[:_SHOWN]]
     if len(guilty) > _SHOWN:
         lines.append(f"and {len(guilty) - _SHOWN} more")
     if not guilty:
@@ -146,8 +158,7 @@ def judge(
             "all ranks stand in the same place: what they wait for is the network, the file "
             "system or a library"
         )
-    summary = f"hang in step {step}: " + (_where(guilty[0], by_rank, reports, beats) if guilty
-                                         else lines[-1])  # fmt: skip
+    summary = f"hang in step {step}: " + (where(guilty[0]) if guilty else lines[-1])
     if len(guilty) > 1:
         summary += f" (and {len(guilty) - 1} more)"
     if collective and guilty:
@@ -161,7 +172,7 @@ def judge(
         lines += [f"rank {rank} on {by_rank[rank].host}:", by_rank[rank].stack.rstrip()]
     return Verdict(
         rank=first,
-        host=own.host if own else _host_of(first, reports),
+        host=own.host if own else host_of(first),
         step=step,
         summary=summary,
         text="\n".join(lines) + "\n",
@@ -205,7 +216,11 @@ def _behind(reports: Sequence[Report]) -> list[int]:
 
 
 def _where(
-    rank: int, by_rank: dict[int, Report], reports: Sequence[Report], beats: Sequence[Beat]
+    rank: int,
+    by_rank: dict[int, Report],
+    reports: Sequence[Report],
+    beats: Sequence[Beat],
+    host: str,
 ) -> str:
     report = by_rank.get(rank)
     if report is not None:
@@ -214,7 +229,7 @@ def _where(
     what = f"its process is {state}" if state else "its process is stopped or gone, or its node is"
     last = next((beat for beat in beats if beat.rank == rank), None)
     seen = f", last seen in {Position(last.step, last.phase)}" if last else ""
-    return f"rank {rank} on {_host_of(rank, reports)} does not answer: {what}{seen}"
+    return f"rank {rank} on {host} does not answer: {what}{seen}"
 
 
 def _host_of(rank: int, reports: Sequence[Report]) -> str:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,8 +45,7 @@ class Watchdog:
     Args:
         run: run directory.
         attempt: number of the incarnation.
-        world_size: ranks of the job.
-        host: name of this rank's node.
+        hosts: name of each rank's node.
         heartbeat: of this rank.
         hang_after: seconds without a mark after which the rank is taken for hung.
         every: seconds between two copies of the node's heartbeats.
@@ -58,8 +57,7 @@ class Watchdog:
         self,
         run: RunDir,
         attempt: int,
-        world_size: int,
-        host: str,
+        hosts: Sequence[str],
         heartbeat: Heartbeat,
         *,
         hang_after: float,
@@ -67,7 +65,7 @@ class Watchdog:
         arrivals: Callable[[], dict[str, Arrivals]],
         abort: Callable[[Exit], NoReturn],
     ) -> None:
-        self.run, self.attempt, self.world_size, self.host = run, attempt, world_size, host
+        self.run, self.attempt, self.hosts = run, attempt, hosts
         self.heartbeat, self.hang_after, self.every = heartbeat, hang_after, every
         self._arrivals, self._abort = arrivals, abort
         self._slowest = 0.0
@@ -137,7 +135,7 @@ class Watchdog:
         return self._folder / f"rank{rank:05d}.json"
 
     def _all_there(self) -> bool:
-        return len(list(self._folder.glob("rank*.json"))) >= self.world_size
+        return len(list(self._folder.glob("rank*.json"))) >= len(self.hosts)
 
     def _speaks(self) -> bool:
         """Whether this is the lowest rank that has written a report."""
@@ -149,7 +147,7 @@ class Watchdog:
         frame = sys._current_frames().get(self._main or 0)
         return Report(
             rank=beat.rank,
-            host=self.host,
+            host=self.hosts[beat.rank],
             position=Position(beat.step, beat.phase, _place(frame)),
             seconds=round(time.monotonic() - beat.since, 1),
             arrivals=self._arrivals(),
@@ -165,7 +163,8 @@ class Watchdog:
             data = read_json(path)
             if data is not None:
                 reports.append(Report.from_dict(data))
-        found = judge(reports, self.world_size, read_heartbeats(self.run), self.attempt)
+        beats = read_heartbeats(self.run)
+        found = judge(reports, len(self.hosts), beats, self.attempt, self.hosts)
         self._folder.with_suffix(".txt").write_text(found.text, encoding="utf-8")
         print(found.text, file=sys.stderr, flush=True)  # noqa: T201
         record = FailureRecord(

@@ -33,7 +33,11 @@ def redirect_output(path: Path) -> None:
 def record_failure(
     path: Path, error: BaseException, *, rank: int, host: str, attempt: int, step: int
 ) -> None:
-    """Write the FailureRecord of an exception; never raises."""
+    """Write the FailureRecord of an exception; never raises.
+
+    What the watchdog has written about this rank stays: that it fails afterwards, woken up to be
+    killed, is no news.
+    """
     user_error = isinstance(error, HpctrainError)
     record = FailureRecord(
         rank=rank,
@@ -47,7 +51,8 @@ def record_failure(
         pid=os.getpid(),
     )
     with contextlib.suppress(OSError):
-        write_json(path, record.to_dict())
+        if not path.exists():
+            write_json(path, record.to_dict())
     text = str(error) if user_error else record.traceback
     with contextlib.suppress(OSError, ValueError):
         print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -80,6 +80,14 @@ class Stepper:
         own = spec.model.module is not None
         self._moe = spec.model.transformer() if not own and spec.model.moe.experts else None
 
+    def micro_loss(self, step: int, micro: MicroBatch) -> torch.Tensor:
+        """Mean loss of a micro-batch of a step; not in a pipeline."""
+        keys = dropout_keys(self.train.seed, step, micro.keys)
+        if self.model.contexts is not None:
+            self.model.contexts.enter(micro)
+        with self._compute():
+            return self.loss(self.model.whole, micro, keys)
+
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Accumulate the gradients of a step's micro-batches.
 
@@ -100,12 +108,8 @@ class Stepper:
         count, model = len(micro_batches), self.model.whole
         total = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
-            keys = dropout_keys(self.train.seed, step, micro.keys)
-            if self.model.contexts is not None:
-                self.model.contexts.enter(micro)
             with accumulating(model, last=index == count - 1):
-                with self._compute():
-                    loss = self.loss(model, micro, keys)
+                loss = self.micro_loss(step, micro)
                 (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / count
         return total

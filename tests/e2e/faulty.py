@@ -47,8 +47,8 @@ def _hold(step: int) -> None:
     go = Path(sys.argv[-1]) / f"go-{step}"
     if go.exists() or not _at(step):
         return
-    go.with_name(f"held-{step}").touch()
     while not go.exists():
+        go.with_name(f"held-{step}").touch()
         time.sleep(0.05)
 
 

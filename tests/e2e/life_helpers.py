@@ -17,7 +17,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.testing.slurm import SlurmCluster
 
 HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
-STEPS = 40
+STEPS = 60
 JOB = f"""\
 name: life
 nodes: 2
@@ -26,7 +26,7 @@ model: {{layers: 1, hidden: 16, heads: 2, vocab_size: 256}}
 data: {{path: tokens.h5, sequence_length: 16}}
 train: {{steps: {STEPS}, global_batch: 8, micro_batch: 4, lr: 1e-2, loss: "faulty:loss"}}
 checkpoint: {{every: 5}}
-slurm: {{time: 5m, margin: 30s, cpus_per_task: 1, sbatch_options: ["--exclude=node[3-16]"]}}
+slurm: {{time: 30m, margin: 30s, cpus_per_task: 1, sbatch_options: ["--exclude=node[3-20]"]}}
 """
 
 
@@ -77,8 +77,10 @@ class Life:
         """Wait until the run is over; it has to end so."""
 
         def over() -> Any:
-            state = self.run.read_state()
-            if state is None or state.status not in ("finished", "stopped", "failed", "cancelled"):
+            state, restarts = self.run.read_state(), self.run.read_restarts()
+            final = state is not None and state.status in ("finished", "stopped", "failed")
+            # Ranks that failed have no word in the state.
+            if not final and not (restarts and restarts[-1].action == "stop"):
                 return None
             found = self.status()
             return found if found["exit_code"] is not None else None

@@ -59,15 +59,18 @@ def test_the_rank_with_another_gradient_is_named(runs: tuple[RunDir, RunDir]) ->
         assert one["cosines"][3] == max(one["cosines"])
         assert -1 <= one["direction"] <= 1
     told = [event for event in watched.read_events() if event.kind == "inconsistent"]
-    assert {event.data["rank"] for event in told} == {3}
+    # Once a rank may stand out by chance: the second look names it.
+    assert [(event.data["step"], event.data["rank"]) for event in told] == [(8, 3), (12, 3)]
 
 
 def test_the_slow_rank_is_named(runs: tuple[RunDir, RunDir]) -> None:
     _, watched = runs
     told = [event for event in watched.read_events() if event.kind == "straggler"]
-    assert told
-    assert {tuple(event.data["ranks"]) for event in told} == {(2,)}
-    assert all("computes for" in event.message for event in told)
+    assert {event.data["slow"] for event in told} == {"rank"}
+    # On a machine that does other things as well another rank may be slow for a while.
+    slow = [event for event in told if event.data["ranks"] == [2]]
+    assert [event.data["ranks"] for event in told].count([2]) >= len(told) / 2
+    assert all("rank 2 on" in one.message and "computes for" in one.message for one in slow)
 
 
 def test_a_preflight_of_one_node_takes_seconds(runs: tuple[RunDir, RunDir]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from pathlib import Path
 
 import pytest
 
-from hpctrain.health.dispersion import measure
+from hpctrain.health.dispersion import chance, measure
 from hpctrain.health.heartbeat import Heartbeat, read_heartbeats
 from hpctrain.health.preflight import NodeHealth, _files, _partner, judge
 from hpctrain.health.profile import merge
@@ -84,7 +85,7 @@ def test_the_node_far_below_the_median_is_bad() -> None:
     nodes = [node("a"), node("b", flops=0.5e12), node("c", flops=0.9e12), node("d")]
     bad, findings = judge(nodes, [], 0.7)
     assert bad == ["b"]
-    assert findings == ["b: computes at 5e+11 FLOP/s, 1e+12 FLOP/s is usual"]
+    assert findings == ["b: computes at 500 GFLOP/s, 1 TFLOP/s is usual"]
 
 
 def test_a_path_that_one_node_cannot_write_is_that_nodes_fault() -> None:
@@ -119,6 +120,26 @@ def test_spreads_are_the_closed_forms() -> None:
     assert found.norm_spread == 0
     assert found.direction == pytest.approx(0.75)
     assert found.outliers == {}
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "probability"),
+    # Two-sided, from printed tables of Student's t.
+    [(4.303, 2, 0.05), (9.925, 2, 0.01), (2.042, 30, 0.05), (3.460, 60, 0.001)],
+)
+def test_the_chance_is_that_of_the_tables(t: float, freedom: int, probability: float) -> None:
+    assert chance(t, freedom) == pytest.approx(probability, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_healthy_ranks_seldom_stand_out(ranks: int) -> None:
+    draw = random.Random(5)
+    looks = 500
+    named = 0
+    for _ in range(looks):
+        norms = [draw.gauss(1.0, 0.2) for _ in range(ranks)]
+        named += bool(measure(1, [2.0] * ranks, norms, [0.9] * ranks).outliers)
+    assert named / looks < 0.04  # 0.02 is wanted
 
 
 def test_a_rank_that_is_not_like_the_others_stands_out() -> None:
@@ -178,6 +199,9 @@ def test_a_silent_rank_is_the_cause_and_not_those_that_wait() -> None:
     found = verdict(reports, 3, [], 1)
     assert found.rank == 1
     assert "rank 1 on node0 does not answer: its process is T (stopped)" in found.text
+    alone = verdict([says(0, 5, "agree", 9)], 2, [], 1, ["node0", "node7"])
+    assert (alone.rank, alone.host) == (1, "node7")
+    assert "rank 1 on node7 does not answer: its process is stopped or gone" in alone.text
 
 
 def test_the_rank_furthest_back_where_no_collective_tells() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,15 @@ def test_a_range_of_nodes_leaves_the_number_to_the_job() -> None:
     words = ranks_command(text)
     assert b"--nodes=3" in words
     assert b"--ntasks=12" in words  # 4 a node on this site
+    # Tasks in sbatch would bind the job to the number of nodes of its last start.
+    options, _ = sections(text)
+    assert not [line for line in options if "ntasks" in line or "cpus-per-task" in line]
+    assert "#SBATCH --mincpus=32" in options
+    alps = get_machine("alps")
+    asked = {"account": "a", "time": "1h", "nodes": "2-5"}
+    options, body = sections(script_of(spec_of(alps, slurm=asked), alps))
+    assert "#SBATCH --gpus-per-node=4" in options
+    assert "--gpus-per-task=1 \\" in body
 
 
 def test_without_restarts_slurm_is_told_so() -> None:
@@ -355,6 +365,29 @@ def test_deadline_is_the_end_of_the_job_minus_the_margin(
         assert told[0] == b"none"
     else:
         assert abs(int(told[0]) - wanted) <= 1
+
+
+def test_ranks_that_do_not_stop_are_ended_before_the_walltime_is(tmp_path: Path) -> None:
+    """By SIGTERM to srun and then by SIGKILL, early enough for the hook to have the run go on."""
+    for name, lines in {
+        "srun": 'case "$*" in *mkdir*) exit;; esac\ntrap "" USR1 TERM\nwhile :; do sleep 0.1; done',
+        "hook": f'if [ $1 = begin ]; then echo 1; else echo "$*" >{tmp_path}/said; fi',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"time": "1h", "margin": 10}  # of which two seconds are kept for the hook
+    text = script_of(spec_of(site(), slurm=slurm), site(), hook=(str(tmp_path / "hook"),))
+    body = text[text.index("export OMP_NUM_THREADS") :]
+    began = time.time()
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_END_TIME": str(int(began) + 5),
+    }  # fmt: skip
+    subprocess.run(
+        ["/bin/bash", "-c", body], env=env, stdout=subprocess.DEVNULL, check=True, timeout=60
+    )
+    assert (tmp_path / "said").read_text() == "end /runs/r-1 --code 137 --late\n"
+    assert time.time() - began > 2
 
 
 def test_module_that_does_not_load_ends_the_job_before_the_ranks() -> None:

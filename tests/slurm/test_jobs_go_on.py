@@ -59,7 +59,7 @@ if mode == "typo":
     fail("TypeError")
 if mode == "exit" and first:
     os._exit(3)
-if mode in ("scancel", "preempt", "requeue") and first:
+if mode in ("scancel", "preempt", "requeue", "elastic") and first:
     while not got:
         time.sleep(0.05)
     state("stopped", "signal SIGTERM: cancelled, preempted or requeued by the scheduler")
@@ -80,14 +80,22 @@ WAYS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]], str]] = {
     "preempt": (("slurm.partition=low",), [("preempted", "slurm")], "finished"),
     "requeue": ((), [("requeued", "slurm")], "finished"),
     "node": ((), [("node_failure", "slurm")], "finished"),
+    "elastic": (
+        ("slurm.nodes=1-2", "nodes=2", "slurm.partition=pair"),
+        [("requeued", "slurm")],
+        "finished",
+    ),
 }
+PAIR = (len(WAYS) + 2, len(WAYS) + 3)
+"""Nodes that the job of a range has for itself, until one of them is taken."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
     if (reason := unavailable()) is not None:
         pytest.skip(f"no Slurm cluster here: {reason}")
-    with SlurmCluster(nodes=len(WAYS) + 1, cpus=1) as started:
+    pair = f"PartitionName=pair Nodes=node[{PAIR[0]}-{PAIR[1]}] PriorityTier=10 PreemptMode=OFF"
+    with SlurmCluster(nodes=PAIR[1], cpus=1, extra_conf=pair) as started:
         yield started
 
 
@@ -101,19 +109,25 @@ def runs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     found, jobs = {}, {}
     for mode, (sets, _, _) in WAYS.items():
         prepared = prepare(read_job(folder / "job.yaml", sets), folder)
-        run = create(prepared, folder / "runs" / mode, ["test"])
+        with pytest.MonkeyPatch.context() as here:
+            here.chdir(folder)  # the run remembers where it was submitted
+            run = create(prepared, folder / "runs" / mode, ["test"])
         program = [sys.executable, str(folder / "rank.py"), str(run.root), mode]
         launcher = SrunLauncher(prepared.machine, mpich_wheel=False)
         script = render(prepared.job.spec, run, program, launcher, batch_hook())
         done = submit(prepared.job.spec, run, script, client, directory=folder)
         found[mode], jobs[mode] = run, int(done.launch.job_id)
-    for mode in ("scancel", "preempt", "requeue", "node"):
+    for mode in ("scancel", "preempt", "requeue", "node", "elastic"):
         wait_for((found[mode].root / "up0").exists, found[mode])
     cluster.run("scancel", str(jobs["scancel"]))
     taken = cluster.job(jobs["preempt"]).nodes
     urgent = "#!/bin/bash\nsleep 2\n"
     cluster.submit(urgent, "-purgent", "--exclusive", f"--nodelist={taken}", "-o/dev/null")
     cluster.run("scontrol", "requeue", str(jobs["requeue"]))
+    # One of its nodes goes to another job as soon as it is free.
+    last = f"--nodelist=node{PAIR[1]}"
+    cluster.submit("#!/bin/bash\nsleep 60\n", "-purgent", last, "-o/dev/null")
+    cluster.run("scontrol", "requeue", str(jobs["elastic"]))
     cluster.kill_node(int(cluster.job(jobs["node"]).nodes.removeprefix("node")))
     return found
 
@@ -146,3 +160,8 @@ def test_a_run_goes_on_or_stops(
     assert same == [mode != "successor"] * len(same)
     assert all(one.nodes.startswith("node") for one in restarts)
     assert look(run).restarted == sum(follows)
+    if mode == "elastic":
+        nodes = [one.data["nodes"] for one in run.read_events() if one.kind == "job"]
+        assert nodes == [f"node[{PAIR[0]}-{PAIR[1]}]", f"node{PAIR[0]}"]
+        told = [one.message for one in run.read_events() if one.kind == "elastic"]
+        assert [one.partition(":")[0] for one in told] == ["1 node now, 2 before"]

@@ -38,7 +38,7 @@ USR1 = state("stopped", "signal SIGUSR1: the scheduler announces the end of the 
 USR2 = state("stopped", "signal SIGUSR2")
 TERM = state("stopped", "signal SIGTERM: cancelled, preempted or requeued by the scheduler")
 ASKED = state("stopped", "stop file: someone asked with hpctrain cancel or Ctrl-C")
-BAD = state("stopped", "preflight: bad nodes node3: node3: computes at 1 FLOP/s, 2 is usual")
+BAD = state("stopped", "preflight: bad nodes node3: node3: computes at 1 GFLOP/s")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ def test_those_that_lost_their_peer_are_not_the_cause() -> None:
     killed = ended(6, state("running"), both[:1], RUNNING, 0)
     assert killed is not None
     assert killed.goes_on
-    assert killed.reason.startswith("a rank was killed or left without a word; rank 1 on node2")
+    said = "a rank was killed or left without a word; rank 1 on node2 lost its peer at step 8"
+    assert killed.reason == said
 
 
 LOG = """\
@@ -100,6 +101,10 @@ slurmstepd-node7: error: *** STEP 4769.0 ON node7 CANCELLED AT 2026-11-29T19:57:
 def test_slurms_own_word_for_why() -> None:
     assert due_to(LOG) == "PREEMPTION"
     assert due_to("*** JOB 1 ON node4 CANCELLED AT 2026-11-29T19:57:02 ***") == ""
+    lost_node = (
+        "*** JOB 1 ON n4 CANCELLED AT X DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
+    )
+    assert due_to(lost_node) == "NODE FAILURE"
     for due, why in (("PREEMPTION", "preempted"), ("JOB REQUEUE", "requeued"),
                      ("NODE FAILURE", "node_failure"), ("", "requeued")):  # fmt: skip
         found = ended(75, TERM, [], now("COMPLETING", 1), 0, due)
@@ -108,6 +113,15 @@ def test_slurms_own_word_for_why() -> None:
     limit = ended(75, None, [], now("COMPLETING"), 0, "TIME LIMIT")
     assert limit is not None
     assert (limit.why, limit.goes_on) == ("walltime", True)
+
+
+def test_ranks_that_the_script_ended_before_the_walltime_did() -> None:
+    peer = failure("RuntimeError", "Connection closed by peer")
+    for state_, failures in ((state("running"), []), (state("running"), [peer]), (None, [])):
+        found = ended(143, state_, failures, RUNNING, 0, late=True)
+        assert found is not None
+        assert (found.why, found.goes_on, found.by_slurm) == ("walltime", True, False)
+    assert ended(143, state("finished"), [], RUNNING, 0, late=True) is None
 
 
 def test_an_incarnation_that_could_not_say_how_it_ended() -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from hpctrain.io.order import SampleOrder
 from hpctrain.io.tokens import TokenFile
 from hpctrain.model.build import build_model
+from hpctrain.records import read_json, read_lines
 from hpctrain.spec import read_job
 from hpctrain.testing.jobs import run_job
 
@@ -40,9 +41,17 @@ def one_rank(tmp_path_factory, tokens):
 @pytest.mark.parametrize("sharding", ["none", "zero2", "zero3"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_data_parallel_ranks_match_one_rank(folder, job, one_rank, ranks, sharding):
-    run = run_job(job, folder, f"parallel.sharding={sharding}", ranks=ranks)
+    whole = sharding == "none"  # whole gradients can be compared, which must not change them
+    looks = ["health.dispersion=10", "health.preflight=true"] if whole else []
+    run = run_job(job, folder, f"parallel.sharding={sharding}", *looks, ranks=ranks)
     steps = list(run.read_steps())
     assert len(steps) == len(one_rank) == 20
+    if whole:
+        found = list(read_lines(run.health / "dispersion.jsonl"))
+        assert [(one["step"], len(one["norms"])) for one in found] == [(10, ranks), (20, ranks)]
+        assert all(0 < one["direction"] <= 1 for one in found)
+        (node,) = (read_json(run.health / "preflight.json") or {})["nodes"]
+        assert node["ranks"] == ranks
     assert one_rank[-1].loss < one_rank[0].loss - 1.0, "the loss has to fall for this to mean much"
     for step, reference in zip(steps, one_rank, strict=True):
         assert step.loss == pytest.approx(reference.loss, abs=LOSS)
