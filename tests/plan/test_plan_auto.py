@@ -78,6 +78,16 @@ def test_experts_are_spread_too():
         )
 
 
+def test_optimizers_of_matrices_get_them_whole():
+    small = ("model=gpt2-124m", "data.sequence_length=1024")
+    parallel = prepared(*small, "train.optimizer=muon").job.spec.parallel
+    assert parallel.tensor == 1 and parallel.sharding in ("none", "zero1")
+    # 8B parameters and their gradients in fp32 fit only where an axis cuts matrices
+    assert prepared().job.spec.parallel.sharding in ("zero2", "zero3")
+    muon = prepared("train.optimizer=muon").job.spec.parallel
+    assert muon.pipeline > 1 and muon.tensor == 1 and muon.sharding in ("none", "zero1")
+
+
 def test_a_resolved_job_is_read_back_as_it_is():
     from hpctrain.spec.load import dump_job
 
