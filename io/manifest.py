@@ -63,7 +63,7 @@ class Manifest:
     Attributes:
         step: optimizer steps done.
         tokens: tokens seen, None where the scalars do not say.
-        sequence: the how-manieth commit of its directory this is; the newest has the
+        sequence: grows with every save of the run, see Saver; the newest commit has the
             highest, also after training went back to an older step.
         world_size: ranks that wrote it.
         created: seconds since the epoch.

@@ -111,11 +111,17 @@ class Saver:
         self._keeper = Worker("checkpoint-keeper")
 
     def _newest_sequence(self) -> int:
-        """Of all levels of all ranks; the store's is looked up by rank 0 for all."""
+        """Of all levels of all ranks, the store's looked up by rank 0 for all; and not below the
+        time, for an earlier start may have had levels that this one does not look at, and what
+        they hold must not pass for newer than what is saved now."""
         near = [t.newest_sequence() for t in self._tiers.values() if t is not self.store]
-        stored: int = on_root(self.comm, self.store.newest_sequence)
+
+        def stored() -> int:
+            return max(self.store.newest_sequence(), time.time_ns() // 1_000_000)
+
+        newest: int = on_root(self.comm, stored)
         found: list[int] = self.comm.allgather(max(near, default=0))
-        return max(stored, *found)
+        return max(newest, *found)
 
     # ---- the training thread ----------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from hpctrain.io.checkpoint import CheckpointStore
 from hpctrain.io.comm import SoloCommunicator
 from hpctrain.io.flush import WriteOptions
 from hpctrain.io.interval import daly, steps_between, young
+from hpctrain.io.recover import Level, Recovery
 from hpctrain.io.saver import Saver
 from hpctrain.io.shards import ShardSpec, TensorShard
 from hpctrain.io.sources import HostSources
@@ -401,3 +402,23 @@ def test_no_level_shows_a_snapshot_before_the_training_thread_has_confirmed_it(
 def steps_held(folder: Path) -> list[int]:
     """Of the saves that a level shows as whole."""
     return sorted(part.step for _, part in held_parts(folder))
+
+
+def test_a_level_that_was_off_meanwhile_does_not_hide_what_was_committed(tmp_path: Path) -> None:
+    """Steps 1 to 5 in memory; then a start without that level commits step 6; then with it."""
+    comm = SoloCommunicator()
+    memory = tmp_path / "memory"
+    saver = Saver(tmp_path / "store", comm, tiers=[MemoryTier(memory, 0, leads=True)])
+    for step in range(1, 6):
+        assert saver.save(step, shards(step), scalars={}, per_rank=dict, tiers={MEMORY})
+        saver.drain()
+    saver.close(forget=False)
+    saver = Saver(tmp_path / "store", comm)
+    assert saver.save(6, shards(6), scalars={}, per_rank=dict)
+    saver.drain()
+    saver.close()
+    recovery = Recovery(CheckpointStore(tmp_path / "store", comm), [Level(MEMORY, memory)], 0)
+    assert max(share.step for share in recovery._survey()) == 5
+    choice = recovery.find()
+    assert choice is not None
+    assert choice.step == 6

@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ def test_manifest_alone_is_enough_for_another_reader(saved: tuple[CheckpointStor
     seal = (folder / "manifest.json.xxh3").read_text()
     assert seal == f"XXH3 (manifest.json) = {xxhash.xxh3_64_hexdigest(text)}\n"
     manifest = json.loads(text)
-    assert (manifest["step"], manifest["world_size"], manifest["sequence"]) == (12, 1, 1)
+    assert (manifest["step"], manifest["world_size"]) == (12, 1)
+    assert 1.7e12 < manifest["sequence"] < time.time() * 1e3 + 1
     data = (folder / "tensors.h5").read_bytes()
     assert manifest["files"][0]["bytes"] == len(data)
     itemsize = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "bool": 1, "int64": 8}
