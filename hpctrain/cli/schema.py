@@ -33,12 +33,13 @@ def command(markdown: bool) -> None:
     import json
 
     from hpctrain.spec import JobSpec
-    from hpctrain.spec import job as job_module
+    from hpctrain.spec.fields import Section
 
+    kinds = {kind.__name__: kind for kind in Section.__subclasses__()}
     # The document is a JSON Schema as it stands; a schema_version key would not be part of one.
     schema = {"$schema": _DIALECT} | JobSpec.model_json_schema() | {"title": "hpctrain job file"}
     for name, section in schema["$defs"].items():
-        schema["$defs"][name] = _with_shorthand(section, getattr(job_module, name))
+        schema["$defs"][name] = _with_shorthand(section, kinds[name])
     output.line(json.dumps(schema, indent=2, ensure_ascii=False))
 
 

@@ -78,9 +78,8 @@ def leave(code: int) -> NoReturn:
     """
     from mpi4py import MPI
 
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    # As the interpreter does it first: pools of threads are told to end, and all are waited for.
+    threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):

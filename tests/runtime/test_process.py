@@ -11,7 +11,7 @@ import pytest
 from hpctrain.testing.ranks import mpiexec
 
 LEAVES = """
-import atexit, os, pathlib, sys, threading, time
+import atexit, concurrent.futures, os, pathlib, sys, threading, time
 from mpi4py import MPI
 from hpctrain.runtime.process import leave
 
@@ -27,6 +27,8 @@ def work():
     time.sleep(0.2)
     (here / f"thread{rank}").touch()
 threading.Thread(target=work).start()
+pool = concurrent.futures.ThreadPoolExecutor(2)  # one that nobody shuts down
+pool.submit(int).result()
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 print(f"said by {rank};", end="")
 WAY(7 if rank else 0)
