@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long a checkpoint holds training up: ours beside torch.save and DCP, in one run.
 
-All variants save the same state, a GPT of 110 million parameters with AdamW (1.32 GB, 592
+All variants save the same state, a GPT of 110 million parameters with AdamW (1.32 GB, 784
 tensors), every third step of the same loop, in one process and in turn. The loop runs in two
 ways: with the device's compute emulated (forward and backward are a sleep, so the host's cores
 are free, as they are beside a GPU), and with real forward and backward on both cores.
