@@ -147,6 +147,7 @@ class Communicators:
         self.costs: list[GroupCost] = []
         self._made: dict[str, Communicator] = {}
         self._halves: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._groups: list[dist.ProcessGroup] = []  # that this object made and this rank is in
         self._rank = comm.rank
         default = dist.group.WORLD
         assert default is not None, "init_process_group comes first"
@@ -267,6 +268,24 @@ class Communicators:
         self.close_threads()
         self.counter.close()
 
+    def free(self) -> None:
+        """Give back all groups made here, with the threads and buffers that each of them holds.
+
+        For programs that lay one grid after another over the same ranks. Every rank has to come
+        here, and nothing that used a group may be used again.
+        """
+        self.close_threads()
+        for communicator in self._made.values():
+            if "mpi" in vars(communicator):
+                communicator.mpi.Free()
+                del communicator.mpi
+        self.counter.forget(self._groups)
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        self._made.clear()
+        self._halves.clear()
+
     # ---- what it cost ----------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
@@ -346,6 +365,7 @@ class Communicators:
     def _make_alone(self) -> dist.ProcessGroup:
         # Nobody else is in it, so nobody has to be waited for.
         alone: dist.ProcessGroup = _new_group([self._rank], "alone", use_local_synchronization=True)
+        self._groups.append(alone)
         return alone
 
     def _make(self, name: str, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -354,7 +374,9 @@ class Communicators:
         for row in rows:
             if len(row) > 1:
                 group = _new_group(list(row), name)
-                found = group if self._rank in row else found
+                if self._rank in row:
+                    self._groups.append(group)
+                    found = group
         return found
 
     def _make_mpi(self, of: Communicator) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,14 @@ class Counter:
         with self._lock:
             self._settle()
             self._axes[group.group_name] = axis
+
+    def forget(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Add up what ``groups`` did so far, for they are about to be destroyed."""
+        with self._lock:
+            self._settle()
+            for group in groups:
+                self._axes.pop(group.group_name, None)
+                self._entered.pop(group.group_name, None)
 
     def axis_of(self, group: dist.ProcessGroup) -> str:
         """The axis that operations of ``group`` are counted under."""

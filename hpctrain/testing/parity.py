@@ -13,6 +13,7 @@ as well, on the same tokens, and compares step by step.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,12 +78,16 @@ def _on_ranks(job: str, layouts: list[list[str]], steps: int, per_node: int | No
     context = bootstrap(comm, RankGrid(layout_of(specs[0])), RankEnvironment.read(), device="cpu")
     reports = []
     references: dict[str, Any] = {}
-    contexts: dict[Any, Any] = {}  # process groups are slow to make
+    current = None  # process groups are slow to make, and each holds three threads
     for layout, spec in zip(layouts, specs, strict=True):
         grid = RankGrid(layout_of(spec))
-        if grid.layout not in contexts:
-            contexts[grid.layout] = _with_grid(context, grid, per_node)
-        found = _train(contexts[grid.layout], spec, steps)
+        if current is None or current.grid.layout != grid.layout:
+            if current is not None:
+                current.communicators.free()
+            current = None
+            gc.collect()
+            current = _with_grid(context, grid, per_node)
+        found = _train(current, spec, steps)
         axes = sorted(context.communicators.counter.take())
         if comm.rank == 0:
             # What is no matter of the layout (dropout, heads …) belongs to the reference too.

@@ -49,8 +49,10 @@ def login(slurm_cluster, tmp_path, tokens):
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "tokens.h5").symlink_to(tokens)
 
-    def call(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = slurm_cluster.run(HPCTRAIN, *arguments, cwd=tmp_path, check=False, timeout=170)
+    def call(
+        *arguments: str, code: int = 0, timeout: float = 170
+    ) -> subprocess.CompletedProcess[str]:
+        done = slurm_cluster.run(HPCTRAIN, *arguments, cwd=tmp_path, check=False, timeout=timeout)
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -63,6 +65,10 @@ def login(slurm_cluster, tmp_path, tokens):
 def curve(run: RunDir) -> list[tuple[float, float]]:
     by_step = {step.step: (step.loss, step.grad_norm) for step in run.read_steps()}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def settings(*pairs: str) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 90.0) -> None:
@@ -112,11 +118,11 @@ def test_the_first_rank_that_raises_is_named_with_its_host(login, tmp_path):
     ("nodes", "then", "pipeline"),
     [
         pytest.param(2, 1, 2, id="tensor 2, pipeline 2"),
-        pytest.param(4, 2, 4, marks=pytest.mark.whole, id="tensor 2, pipeline 2, data 2"),
+        pytest.param(4, 4, 4, marks=pytest.mark.whole, id="tensor 2, pipeline 2, data 2"),
     ],
 )
 def test_several_dimensions_killed_and_resumed_in_others(login, nodes, then, pipeline):
-    """Ranks that die on some nodes; then a pipeline without tensor parallelism on half as many."""
+    """Ranks that die; then a pipeline without tensor parallelism, on half as many nodes or all."""
     login("submit", "job.yaml", "--set", f"nodes={nodes}", "--set", "parallel.tensor=2",
           "--set", "parallel.pipeline=2")  # fmt: skip
     run = login.run()
@@ -132,6 +138,43 @@ def test_several_dimensions_killed_and_resumed_in_others(login, nodes, then, pip
     login("submit", "job.yaml", "--set", "nodes=1", "--set", "ranks_per_node=1", "--wait")
     alone = curve(login.run())
     assert len(curve(run)) == len(alone) == STEPS
+    for (loss, norm), (loss_, norm_) in zip(curve(run), alone, strict=True):
+        assert loss == pytest.approx(loss_, abs=1e-4)
+        assert norm == pytest.approx(norm_, rel=1e-3)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1500)
+def test_five_dimensions_stopped_by_the_walltime_and_resumed_in_others(login):
+    """16 ranks on 4 nodes, all five axes, until the walltime; then 8 on 2, laid out anew."""
+    model = settings(
+        "model.moe={experts: 8, top_k: 2, hidden: 32, shared: 1}",
+        "train.schedule=constant",
+        "train.lr=3e-3",
+    )
+    first = settings(
+        "nodes=4", "ranks_per_node=4", "train.steps=100000", "slurm.time=4m", "slurm.margin=90s",
+        "parallel={tensor: 2, context: 2, pipeline: 2, expert: 4, sharding: zero1}",
+    )  # fmt: skip
+    login("submit", "job.yaml", *model, *first)
+    run = login.run()
+    wait_for(lambda: login.status()["status"] in ("stopped", "failed", "finished"), seconds=400)
+    assert login.status()["status"] == "stopped", login("status").stdout
+    [stopped] = [event for event in run.read_events() if event.kind == "stopped"]
+    assert "walltime" in stopped.message
+    reached = len(curve(run))
+    assert reached >= 1
+    steps = f"train.steps={reached + 4}"
+    then = settings(
+        "nodes=2", "ranks_per_node=4", steps, "slurm.time=10m", "parallel.tensor=1",
+        "parallel.expert=2", "parallel.expert_tensor=2", "parallel.sharding=zero3",
+    )  # fmt: skip
+    done = login("resume", run.id, *then, "--wait", timeout=500)
+    assert f"checkpoint of step {reached}" in done.stderr
+    one = settings("nodes=1", "ranks_per_node=1", steps)
+    login("submit", "job.yaml", *model, *one, "--wait")
+    alone = curve(login.run())
+    assert len(curve(run)) == len(alone) == reached + 4
     for (loss, norm), (loss_, norm_) in zip(curve(run), alone, strict=True):
         assert loss == pytest.approx(loss_, abs=1e-4)
         assert norm == pytest.approx(norm_, rel=1e-3)

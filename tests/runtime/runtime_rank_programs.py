@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -274,6 +275,7 @@ def on_four_ranks() -> dict[str, Any]:
         "moved": moved_ranks(context),
         "experts": expert_groups(context),
         "gradients": gradients_in_levels(context),
+        "threads": threads_of_grids(context),
     }
     stop(context)
     return found
@@ -337,6 +339,25 @@ def expert_groups(context: Any) -> dict[str, Any]:
         "ranks": [list(ep.ranks), list(edp.ranks)],
         "own": len({g.group.group_name for g in (dense, ep, edp)}) == 3,
     }
+
+
+def threads_of_grids(context: Any) -> list[int]:
+    """Threads of this process after each of four grids that were laid and given back."""
+    import gc
+
+    import torch
+
+    found = []
+    for _ in range(4):
+        made = pretend(context, [0, 0, 1, 1], dp_shard=2, tp=2, ep=2)
+        for axes in (("tp",), ("ep",), ("dp_shard",), ("dp_shard", "tp")):
+            torch.distributed.all_reduce(torch.ones(2), group=made.along(*axes).group)
+        assert made.along("tp").mpi.allreduce(1) == 2
+        made.free()
+        del made
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
 
 
 def count_operations() -> dict[str, Any]:

@@ -63,3 +63,8 @@ def test_expert_axes_have_groups_of_their_own(four):
         assert rank["names"] == ["pp", "edp", "ep", "etp"]
         assert [rank["ep"], rank["edp"]] == rank["ranks"]
         assert rank["own"]
+
+
+def test_a_grid_that_is_given_back_leaves_no_threads(four):
+    for rank in four:
+        assert len(set(rank["threads"])) == 1, rank["threads"]
