@@ -84,6 +84,10 @@ class StepRecord(Record):
         comm: axis -> calls, bytes and seconds of communication in this step on rank 0.
         compute_seconds: time of computing on rank 0 where it was noted, as an emulated machine
             does; 0 where it was not.
+        experts: of a model with experts, over all steps since the last record: ``busiest``, the
+            load of the most wanted expert over the mean of its layer, in the layer where that is
+            most; ``idle``, the largest share of a layer's experts that nobody wanted; ``dropped``,
+            the share of all choices that the capacity left out.
     """
 
     step: int
@@ -99,6 +103,7 @@ class StepRecord(Record):
     memory_bytes: int = 0
     comm: dict[str, dict[str, float]] = field(default_factory=dict)
     compute_seconds: float = 0.0
+    experts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,9 @@ def write_job(run: RunDir, prepared: Prepared) -> None:
 
 def _write_emulation(run: RunDir, prepared: Prepared) -> None:
     """The times of an emulated machine, which depend on the job's model and layout."""
-    if not prepared.job.spec.emulated:
+    from hpctrain.scaling.simulated import is_simulated
+
+    if not prepared.job.spec.emulated or is_simulated(prepared.job.spec):
         return
     from hpctrain.plan.emulation import emulation_table
 

@@ -79,7 +79,7 @@ def prepare(job: Job, directory: Path, machine: Machine | None = None) -> Prepar
     if job.spec.emulated:
         from hpctrain.plan.emulation import check_emulated
 
-        check_emulated(job.spec)
+        check_emulated(job.spec, ranks=False)
     site = _Site(devices(machine))
     if job.spec.parallel.layout == "auto":
         from hpctrain.plan.auto import chosen
@@ -91,4 +91,8 @@ def prepare(job: Job, directory: Path, machine: Machine | None = None) -> Prepar
     ranks_per_node = resolved.spec.ranks_per_node
     assert isinstance(ranks_per_node, int), "resolve() leaves no auto"
     machine.check_ranks_per_node(ranks_per_node)
+    if job.spec.emulated:
+        from hpctrain.scaling.simulated import is_simulated
+
+        check_emulated(resolved.spec, ranks=not is_simulated(resolved.spec))
     return Prepared(resolved, machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hpctrain.cli import output
@@ -66,12 +67,24 @@ def _rows(view: RunView, summary: Summary) -> list[tuple[str, str]]:
         rows.append(("step", f"{format_duration(median)} median, {format_duration(slow)} at 95 %"))
     if (flops := summary.model_flops_per_second) is not None:
         rows.append(("model FLOP/s", f"{flops / 1e12:.3g} TFLOP/s over all ranks"))
+    if last.experts:
+        rows.append(("experts", experts_words(last.experts) + f" at step {last.step}"))
     rows.append(("time", _split(summary.time_split)))
     rows.append(("memory", f"{format_bytes(max(r.memory_bytes for r in summary.steps))} peak, "
                  "rank 0"))  # fmt: skip
     rows.append(("checkpoints", _checkpoints(view, summary)))
     rows.append(("files", str(view.run.root)))
     return rows
+
+
+def experts_words(experts: Mapping[str, float]) -> str:
+    """How evenly experts were wanted, and what was dropped."""
+    words = f"the busiest wanted {experts['busiest']:.2f} times the mean"
+    if experts["idle"]:
+        words += f", {100 * experts['idle']:.0f} % of a layer's wanted by nobody"
+    if experts["dropped"]:
+        words += f", {100 * experts['dropped']:.1f} % of choices dropped"
+    return words
 
 
 def _split(split: dict[str, float]) -> str:

@@ -51,11 +51,16 @@ def command(
     asks all ranks to checkpoint and stop, the second one ends them at once; on Slurm Ctrl-C
     only ends the waiting. With --wait the exit code is that of the run.
     """
-    from hpctrain.cli import launch
+    from hpctrain.cli import launch, output
     from hpctrain.cli.prepare import load
+    from hpctrain.errors import ImpossibleError
 
     prepared = load(job, overrides)
     if dry_run:
+        try:
+            launch.check_budget(prepared, yes)
+        except ImpossibleError as error:
+            output.warn(f"Slurm would not get it without --yes: {error.message}")
         launch.print_script(prepared, runs, ask_slurm=launcher == "slurm")
         return 0
     chosen = launch.choose(launcher, prepared)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hpctrain.model.moe_experts import Experts
 from hpctrain.model.moe_routing import (
+    DROPPED,
     balance_loss,
     choose,
     loads_of,
@@ -52,10 +53,12 @@ class Router(nn.Module):
         loss_scale: factor that the loss of the step has in backward: the balance losses, which
             enter there, have to have the same.
         load: (E,) int64, how often backward saw each expert chosen since it was set to zero.
+        dropped: (1,) int64, how many of these choices were not followed.
     """
 
     bias: Tensor | None
     load: Tensor
+    dropped: Tensor
 
     def __init__(self, dims: TransformerDims, **factory: Any) -> None:
         super().__init__()
@@ -69,6 +72,7 @@ class Router(nn.Module):
         )
         load = torch.zeros(self.moe.experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
+        self.register_buffer("dropped", load.new_zeros(1), persistent=False)
         self.loss_scale = 1.0
 
     def forward(self, x_BSH: Tensor) -> Routing:
@@ -80,15 +84,14 @@ class Router(nn.Module):
             scores = scores_of(logits, moe)
             experts = choose(scores, moe, self.bias)
             weights = weights_of(scores, experts, moe)
+            followed = experts if moe.capacity is None else self.limit(experts)
             if self.training and torch.is_grad_enabled():
-                local = loads_of(experts, moe.experts)
-                weights = self._with_losses(weights, logits, scores, local)
-            if moe.capacity is not None:
-                experts = self.limit(experts)
-        return Routing(experts.flatten(0, 1), weights.flatten(0, 1))
+                seen = loads_of(experts, moe.experts), (followed == DROPPED).sum()
+                weights = self._with_losses(weights, logits, scores, *seen)
+        return Routing(followed.flatten(0, 1), weights.flatten(0, 1))
 
     def _with_losses(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, local: Tensor
+        self, weights: Tensor, logits: Tensor, scores: Tensor, local: Tensor, dropped: Tensor
     ) -> Tensor:
         moe, tokens = self.moe, self.tokens(scores.shape[1])
         loss = scores.new_zeros(())
@@ -96,7 +99,7 @@ class Router(nn.Module):
             loss = loss + moe.balance * balance_loss(scores, self.whole(local), tokens, moe)
         if moe.z_loss:
             loss = loss + moe.z_loss * z_loss(logits, tokens)
-        args = weights, loss * self.loss_scale, self.load, local.sum(0)
+        args = weights, loss * self.loss_scale, (self.load, self.dropped), (local.sum(0), dropped)
         return _WithLoss.apply(*args)  # type: ignore[no-any-return,no-untyped-call]
 
     # What sequences that lie on several ranks change:
@@ -119,14 +122,21 @@ class _WithLoss(torch.autograd.Function):
     them and the load noted (a forward that is done twice is not counted twice)."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, total: Tensor, load: Tensor) -> Tensor:
-        ctx.total, ctx.load = total, load
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        loss: Tensor,
+        totals: tuple[Tensor, ...],
+        seen: tuple[Tensor, ...],
+    ) -> Tensor:
+        ctx.totals, ctx.seen = totals, seen
         ctx.like = loss.dtype, loss.device
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.total.add_(ctx.load)
+        for total, seen in zip(ctx.totals, ctx.seen, strict=True):
+            total.add_(seen)
         dtype, device = ctx.like
         return grad, torch.ones((), dtype=dtype, device=device), None, None
 

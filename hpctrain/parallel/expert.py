@@ -16,7 +16,7 @@ tokens of all others came to it by dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -315,30 +315,39 @@ def routers(modules: Sequence[nn.Module]) -> list[tuple[int, Router]]:
 
 
 @torch.no_grad()
-def balance_by_bias(
-    modules: Sequence[nn.Module], dims: TransformerDims, reduce: Callable[[Tensor], Tensor]
-) -> None:
-    """Move every router's bias one step towards an even load, and forget the load.
-
-    Wang et al. 2024 (algorithm 1): up for experts with less than the mean, down for those with
-    more. The load is that of the whole global batch, before capacity.
+def take_loads(modules: Sequence[nn.Module], dims: TransformerDims) -> Tensor:
+    """What the routers on this rank saw since they were asked last.
 
     Args:
         modules: chunks of the model on this rank.
         dims: of the whole model.
-        reduce: the sum of a tensor over all ranks.
+
+    Returns:
+        (layers, experts + 1) int64: how often each expert was chosen, before capacity, and, last,
+        how many choices were dropped.
     """
     moe = dims.moe
     assert moe is not None
-    held = routers(modules)
-    loads = torch.zeros(dims.layers, moe.experts, dtype=torch.int64)
-    for index, router in held:
-        loads[index] += router.load.cpu()
+    seen = torch.zeros(dims.layers, moe.experts + 1, dtype=torch.int64)
+    for index, router in routers(modules):
+        seen[index] += torch.cat([router.load, router.dropped]).cpu()
         router.load.zero_()
-    if not moe.bias_rate:
-        return
-    loads = reduce(loads)
-    for index, router in held:
+        router.dropped.zero_()
+    return seen
+
+
+@torch.no_grad()
+def balance_by_bias(modules: Sequence[nn.Module], loads: Tensor) -> None:
+    """Move every router's bias one step towards an even load.
+
+    Wang et al. 2024 (algorithm 1): up for experts with less than the mean, down for those with
+    more.
+
+    Args:
+        modules: chunks of the model on this rank.
+        loads: (layers, experts), of the whole global batch, before capacity.
+    """
+    for index, router in routers(modules):
         if router.bias is not None:
             load = loads[index].to(router.bias)
             router.bias += router.moe.bias_rate * torch.sign(load.mean() - load)

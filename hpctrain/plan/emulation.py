@@ -41,7 +41,7 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
     Raises:
         UsageError: a model of the user's own, or one with experts.
     """
-    check_emulated(spec)
+    check_emulated(spec, ranks=True)
     work, _ = workload_of(spec, machine)
     strategy = strategy_of(spec)
     model = StepModel(work)
@@ -101,21 +101,25 @@ def _times(value: Any, factor: float) -> Any:
     return value * factor
 
 
-def check_emulated(spec: JobSpec) -> None:
+def check_emulated(spec: JobSpec, *, ranks: bool) -> None:
     """Refuse a job whose passes have no known times.
 
+    Args:
+        spec: resolved.
+        ranks: whether there are real ranks, or the simulator alone.
+
     Raises:
-        UsageError: a model of the user's own, or one with experts.
+        UsageError: a model of the user's own, or ranks with experts.
     """
     if spec.model.module is not None:
         raise UsageError(
             f"machine.emulate: the shape of model.module {spec.model.module} is not known",
             hint="give layers, hidden, heads and vocab_size of a transformer that is like it",
         )
-    if spec.model.moe.experts:
+    if ranks and spec.model.moe.experts:
         raise UsageError(
             "machine.emulate: a model with experts (model.moe) has no emulated times",
-            hint=f"hpctrain plan predicts its step, with machine: {spec.machine_name}",
+            hint=f"it can be simulated: machine: {{simulate: {spec.machine_name}}}",
         )
 
 

@@ -13,6 +13,7 @@ from hpctrain.machine import Machine
 from hpctrain.plan.emulation import check_emulated
 from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.plan import Plan, make_plan
+from hpctrain.plan.seconds import LayerTime
 from hpctrain.plan.steptime import StepModel
 from hpctrain.schedule import Costs, simulate
 from hpctrain.schedule.job import plan_pipeline, stage_layers
@@ -25,7 +26,8 @@ class SimulatedStep:
 
     Attributes:
         seconds: of all of it.
-        compute, tensor: passes of the blocks, and communication inside them.
+        compute: passes of the blocks.
+        talk: axis (tp, cp, ep) -> communication inside the blocks.
         pipeline: waiting for other stages, messages included.
         data: summing gradients and gathering shards, as far as nothing hides it.
         update: the optimizer and what else is fixed.
@@ -35,7 +37,7 @@ class SimulatedStep:
 
     seconds: float
     compute: float
-    tensor: float
+    talk: dict[str, float]
     pipeline: float
     data: float
     update: float
@@ -43,27 +45,59 @@ class SimulatedStep:
     plan: Plan
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Seconds of one block and micro-batch: passes, and what its ranks say to each other."""
+
+    forward: float
+    inputs: float
+    weights: float
+    ahead: dict[str, float]
+    back: dict[str, float]
+
+    @classmethod
+    def of(cls, time: LayerTime, tensor: float, strategy: Strategy) -> _Block:
+        """Of the planner's block, whose tensor-parallel messages nothing hides: ``tensor``."""
+        again = time.recompute
+        inputs = time.backward.total - time.backward.communication - time.weights
+        # Under sequence parallelism the weight gradients gather both regions' inputs once more.
+        back = tensor * (1.5 if strategy.sequence_parallel else 1.0)
+        if strategy.recompute in ("full", "stage"):
+            back += tensor
+        return cls(
+            time.forward.total - time.forward.communication,
+            inputs + again.total - again.communication,
+            time.weights,
+            {"tp": tensor, "cp": time.forward.cp, "ep": time.forward.ep},
+            {
+                "tp": back,
+                "cp": time.backward.cp + again.cp,
+                "ep": time.backward.ep + again.ep,
+            },
+        )
+
+    def talk(self, axis: str) -> float:
+        return self.ahead[axis] + self.back[axis]
+
+
 def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     """The step of a resolved job.
 
     Raises:
-        UsageError: a model of the user's own, or one with experts.
+        UsageError: a model of the user's own.
         ImpossibleError: a schedule that the job does not allow.
     """
-    check_emulated(spec)
+    check_emulated(spec, ranks=False)
     plan = make_plan(spec, machine, alternatives=0)
     work, strategy = plan.work, plan.strategy
     model = StepModel(work)
-    block, _, head, embedding = model.layer(strategy)
-    again = block.recompute
-    forward = block.forward.total - block.forward.communication
-    inputs = block.backward.total - block.backward.communication - block.weights
-    inputs += again.total - again.communication
-    ahead = _tensor(model, work, strategy)
-    # Under sequence parallelism the weight gradients gather both regions' inputs once more.
-    back = ahead * (1.5 if strategy.sequence_parallel else 1.0)
-    if strategy.recompute in ("full", "stage"):
-        back += ahead
+    usual, dense, head, embedding = model.layer(strategy)
+    tensor = _tensor(model, work, strategy)
+    block = _Block.of(usual, tensor, strategy)
+    first = block if dense is None else _Block.of(dense, tensor, strategy)
+    assert spec.model.layers is not None
+    early = work.model.dense_layers if dense is not None else 0
+    blocks = [first if number < early else block for number in range(spec.model.layers)]
     micro = plan.step.micro_batches
     split = plan.step.split
     # The two copies of a tied embedding are summed by messages between the pipeline's ends.
@@ -71,32 +105,33 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     data = split["gradient reduction"] - tied + split["sharded state"]
     update = split["optimizer"] + work.values.step_seconds
     schedule = plan_pipeline(spec)
-    assert spec.model.layers is not None
     if schedule is None:
-        passes = spec.model.layers * (forward + inputs + block.weights) + head + embedding
+        passes = sum(b.forward + b.inputs + b.weights for b in blocks) + head + embedding
         compute = micro * passes
-        tensor = micro * spec.model.layers * (ahead + back)
-        seconds = compute + tensor + data + update
-        return SimulatedStep(seconds, compute + update, tensor, 0.0, data, update, 0.0, plan)
-    counts = [len(one) for one in stage_layers(spec, spec.model.layers, schedule.stages.stages)]
-    ends = [0.0] * len(counts)
+        talk = {axis: micro * sum(b.talk(axis) for b in blocks) for axis in block.ahead}
+        seconds = compute + sum(talk.values()) + data + update
+        return SimulatedStep(seconds, compute + update, talk, 0.0, data, update, 0.0, plan)
+    stages = [
+        [blocks[layer] for layer in layers]
+        for layers in stage_layers(spec, spec.model.layers, schedule.stages.stages)
+    ]
+    ends = [0.0] * len(stages)
     ends[0] += embedding / 3.0
     ends[-1] += head / 3.0
-    pairs = list(zip(counts, ends, strict=True))
+    pairs = list(zip(stages, ends, strict=True))
     costs = Costs(
-        forward=tuple(n * (forward + ahead) + end for n, end in pairs),
-        input_grad=tuple(n * (inputs + back) + end for n, end in pairs),
-        weight_grad=tuple(n * block.weights + end for n, end in pairs),
+        forward=tuple(sum(b.forward + sum(b.ahead.values()) for b in s) + end for s, end in pairs),
+        input_grad=tuple(sum(b.inputs + sum(b.back.values()) for b in s) + end for s, end in pairs),
+        weight_grad=tuple(sum(b.weights for b in s) + end for s, end in pairs),
         transfer=_transfers(model, work, strategy, machine),
     )
     timeline = simulate(schedule, costs)
-    mine = schedule.stages.held[0]
-    blocks = sum(counts[stage] for _, stage in mine)
-    tensor = micro * blocks * (ahead + back)
+    mine = [b for _, stage in schedule.stages.held[0] for b in stages[stage]]
+    talk = {axis: micro * sum(b.talk(axis) for b in mine) for axis in block.ahead}
     return SimulatedStep(
         seconds=timeline.makespan + tied + data + update,
-        compute=timeline.busy[0] - tensor + update,
-        tensor=tensor,
+        compute=timeline.busy[0] - sum(talk.values()) + update,
+        talk=talk,
         pipeline=timeline.makespan - timeline.busy[0] + tied,
         data=data,
         update=update,

@@ -159,6 +159,8 @@ def _line_legend(lines: Sequence[Line]) -> str:
     found, number = [], 0
     for line in lines:
         if line.ideal:
+            if not line.name:
+                continue
             found.append(
                 '<span><svg class="key wide" viewBox="0 0 24 12"><polyline class="ideal" '
                 f'points="0,6 24,6"/></svg>{escape(line.name)}</span>'

@@ -28,8 +28,8 @@ h1{font-size:1.5rem;line-height:1.25;margin:.3em 0}h2{font-size:1.15rem;margin:2
 h3{font-size:1rem;margin:1.4rem 0 .4rem}
 .soft,figcaption small{color:var(--soft)}
 .scroll{overflow-x:auto;border:1px solid var(--edge);border-radius:6px}
-table{border-collapse:collapse;width:100%;font-size:.88rem}
-th,td{padding:.35em .6em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--edge)}
+table{border-collapse:collapse;width:100%;font-size:.85rem}
+th,td{padding:.35em .5em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--edge)}
 th:first-child,td:first-child{text-align:left}th{background:var(--tint);font-weight:600;white-space:normal;vertical-align:bottom}
 tr:last-child td{border-bottom:0}tr.none td{color:var(--soft)}tr.base td{font-weight:600}
 .published td,.published th{text-align:left}
@@ -241,15 +241,23 @@ def _planned(report: Report) -> list[Line]:
 
 
 def _ideal(report: Report, speedup: bool) -> list[Line]:
-    """The ideal line; one, where all series have the same baseline size."""
-    bases = {series.baseline.ranks for series in report.series if series.baseline}
-    sizes = [row.ranks for row in report.rows if row.step is not None]
-    if len(bases) != 1 or not sizes:
-        return []
-    (base,) = bases
-    ends = sorted({min(sizes), max(sizes)})
-    marks = [Mark(n, n / base if speedup else 1.0) for n in ends]
-    return [Line("ideal", marks, ideal=True)]
+    """The ideal line of each size of baseline."""
+    reach: dict[int, int] = {}
+    for series in report.series:
+        sizes = [row.ranks for row in series.rows if row.step is not None]
+        if series.baseline and sizes:
+            base = series.baseline.ranks
+            reach[base] = max([reach.get(base, base), *sizes])
+    if not speedup and reach:
+        reach = {min(reach): max(reach.values())}
+    return [
+        Line(
+            "" if number else "ideal",
+            [Mark(n, n / base if speedup else 1.0) for n in sorted({base, far})],
+            ideal=True,
+        )
+        for number, (base, far) in enumerate(sorted(reach.items()))
+    ]
 
 
 # ---- provenance ----------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def write_simulated(run: RunDir, spec: JobSpec, machine: Machine) -> SimulatedSt
     tokens = spec.train.global_batch * (spec.data.sequence_length or 1)
     comm = {
         axis: {"calls": 0, "bytes": 0, "volume": 0.0, "seconds": seconds}
-        for axis, seconds in (("tp", found.tensor), ("pp", found.pipeline), ("dp", found.data))
+        for axis, seconds in (found.talk | {"pp": found.pipeline, "dp": found.data}).items()
         if seconds
     }
     for step in range(1, spec.train.steps + 1):

@@ -12,7 +12,7 @@ from hpctrain.io.saver import Outcome
 from hpctrain.optim.schedule import learning_rate
 from hpctrain.records import StepRecord
 from hpctrain.runtime.stopping import REASONS, StopWatch
-from hpctrain.train.agreement import agree
+from hpctrain.train.agreement import agree, agree_on_loads
 from hpctrain.train.metrics import Recorder, peak_memory
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class Trainer:
         logged = state.step % self.spec.train.log_every == 0 or state.step == self.spec.train.steps
         comm = self._communication() if logged else {}
         monitor.step(seconds / self.slower, data_seconds / self.slower, comm if logged else None)
+        seen = self.stepper.take_loads() if logged else None
+        experts = {} if seen is None else agree_on_loads(self.context.comm, seen)
         if logged:
             self.recorder.step(
                 StepRecord(
@@ -113,6 +115,7 @@ class Trainer:
                     memory_bytes=peak_memory(self.context.device),
                     comm=comm,
                     compute_seconds=counter.take_computed() / self.slower,
+                    experts=experts,
                 )
             )
         return agreed.stop

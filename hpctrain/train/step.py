@@ -16,13 +16,14 @@ from hpctrain.model.build import user_function
 from hpctrain.model.dropout import dropout_keys
 from hpctrain.optim.schedule import learning_rate
 from hpctrain.parallel.data import accumulating
-from hpctrain.parallel.expert import balance_by_bias
+from hpctrain.parallel.expert import balance_by_bias, take_loads
 from hpctrain.parallel.model import unwrapped
 
 if TYPE_CHECKING:
     from hpctrain.parallel.batch import MicroBatch
     from hpctrain.parallel.model import ParallelModel
     from hpctrain.spec.job import JobSpec
+    from hpctrain.spec.transformer import TransformerDims
 
 Loss = Callable[[nn.Module, "MicroBatch", torch.Tensor], torch.Tensor]
 """(model, micro-batch, dropout keys of its samples) -> mean loss of the micro-batch."""
@@ -79,6 +80,7 @@ class Stepper:
         self._autocast = spec.train.precision == "bf16" and not sharded
         own = spec.model.module is not None
         self._moe = spec.model.transformer() if not own and spec.model.moe.experts else None
+        self._loads: torch.Tensor | None = None
 
     def micro_loss(self, step: int, micro: MicroBatch) -> torch.Tensor:
         """Mean loss of a micro-batch of a step; not in a pipeline."""
@@ -129,12 +131,24 @@ class Stepper:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._moe is not None:
-            chunks = [unwrapped(chunk) for chunk in self.model.chunks]
-            balance_by_bias(chunks, self._moe, self._over_all_ranks)
+            self._balance(self._moe)
         if self.update_seconds:
             time.sleep(max(0.0, began + self.update_seconds - time.perf_counter()))
             self.model.context.communicators.counter.compute(self.update_seconds)
         return norm
+
+    def take_loads(self) -> torch.Tensor | None:
+        """What this rank's routers saw since the last take, (layers, experts + 1) as of
+        :func:`~hpctrain.parallel.expert.take_loads`; None in a model without experts."""
+        found, self._loads = self._loads, None
+        return found
+
+    def _balance(self, dims: TransformerDims) -> None:
+        chunks = [unwrapped(chunk) for chunk in self.model.chunks]
+        seen = take_loads(chunks, dims)
+        self._loads = seen if self._loads is None else self._loads + seen
+        if dims.moe is not None and dims.moe.bias_rate:
+            balance_by_bias(chunks, self._over_all_ranks(seen[:, :-1].contiguous()))
 
     def _over_all_ranks(self, loads: torch.Tensor) -> torch.Tensor:
         context = self.model.context

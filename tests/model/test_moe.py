@@ -22,9 +22,11 @@ from hpctrain.model.moe_routing import (
     z_loss,
 )
 from hpctrain.model.transformer import Transformer, next_token_loss
+from hpctrain.parallel.expert import take_loads
 from hpctrain.spec.model import ModelSpec
 from hpctrain.spec.presets import PRESETS
 from hpctrain.spec.transformer import MoeDims, TransformerDims
+from hpctrain.train.agreement import agree_on_loads
 
 DIMS = TransformerDims(
     layers=3,
@@ -217,6 +219,37 @@ def test_losses_enter_backward_once(again: bool) -> None:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
     routers = [m for m in model.modules() if isinstance(m, Router)]
     assert [r.load.tolist() for r in routers] == [load.tolist() for load in loads]
+    assert [r.dropped.item() for r in routers] == [0 for _ in loads]
+
+
+def test_what_routers_saw_is_told_in_numbers_of_a_hand() -> None:
+    """Two layers of four experts, one dense between: loads 6 2 0 0 and 2 2 2 2, one dropped."""
+    seen = torch.tensor([[6, 2, 0, 0, 1], [0, 0, 0, 0, 0], [2, 2, 2, 2, 0]])
+
+    class Alone:
+        size = 1
+
+    assert agree_on_loads(Alone, seen) == {"busiest": 3.0, "idle": 0.5, "dropped": 1 / 16}
+    assert agree_on_loads(Alone, torch.zeros(2, 5, dtype=torch.int64)) == {}
+
+
+def test_dropped_choices_are_counted() -> None:
+    dims = moe_dims(capacity=0.5, shared=0)
+    model = built(dims)
+    tokens = torch.randint(31, (2, 12), generator=torch.Generator().manual_seed(1))
+    dropped = []
+    for block in model.layers.values():
+        if isinstance(block.ffn, MixtureOfExperts):
+            block.ffn.router.register_forward_hook(
+                lambda _module, _inputs, output: dropped.append(int((output.experts < 0).sum()))
+            )
+    next_token_loss(model(tokens), tokens).backward()
+    seen = take_loads([model], dims)
+    layers = [row for row in seen.tolist() if sum(row)]
+    assert [row[-1] for row in layers] == dropped
+    assert min(dropped) > 0
+    assert [sum(row[:-1]) for row in layers] == [2 * 12 * dims.moe.top_k] * len(dropped)
+    assert not take_loads([model], dims).any()  # forgotten
 
 
 def test_one_kernel_for_all_experts_gives_what_the_loop_gives(monkeypatch) -> None:

@@ -58,3 +58,5 @@ def test_goes_on_in_other_layouts(tmp_path):
         right = alone[key if isinstance(key, int) else key[1]]
         assert step.loss == pytest.approx(right.loss, abs=1e-5), key
         assert step.grad_norm == pytest.approx(right.grad_norm, rel=1e-4), key
+        assert step.experts == pytest.approx(right.experts, abs=0.02), key
+        assert step.experts["busiest"] > 1 and step.experts["dropped"] > 0.01, key

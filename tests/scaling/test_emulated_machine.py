@@ -101,12 +101,45 @@ def test_the_simulator_gives_1f1b_its_closed_form():
     stage = 2 * block
     slow = stage + pipe.head
     assert 9 * stage < found.seconds - found.update - found.data < 9 * slow + 16 * 1e-2
-    assert found.compute + found.pipeline + found.data + found.tensor == pytest.approx(
-        found.seconds
-    )
+    told = found.compute + found.pipeline + found.data + sum(found.talk.values())
+    assert told == pytest.approx(found.seconds)
     big = prepared("nodes=1250", "ranks_per_node=8", "parallel.pipeline=4",
                    "train.global_batch=10000")  # fmt: skip
     assert simulate_step(big.job.spec, big.machine).seconds > 0  # 10,000 devices
+
+
+EXPERTS = (
+    "machine={simulate: frontier}",
+    "model.moe={experts: 16, top_k: 2, hidden: 3072, dense_layers: 1}",
+    "parallel.pipeline=1", "nodes=2", "ranks_per_node=8", "train.global_batch=32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [2, 1250])
+def test_experts_are_simulated(nodes):
+    """Without a pipeline a step is its blocks one after another: a dense one, three of experts."""
+    job = prepared(
+        *EXPERTS, "parallel.expert=8", f"nodes={nodes}", f"train.global_batch={16 * nodes}"
+    )
+    found = simulate_step(job.job.spec, job.machine)
+    model = StepModel(found.plan.work)
+    block, dense, head, embedding = model.layer(found.plan.strategy)
+    passes = [dense, block, block, block]
+    micro = found.plan.step.micro_batches
+    compute = sum(b.total - b.forward.communication - b.backward.communication for b in passes)
+    assert found.compute - found.update == pytest.approx(micro * (compute + head + embedding))
+    assert found.talk["ep"] == pytest.approx(micro * 3 * (block.forward.ep + block.backward.ep))
+    assert found.talk["ep"] > 0 == found.talk["tp"] == found.talk["cp"]
+    assert found.seconds == pytest.approx(found.plan.step.seconds)
+
+
+def test_experts_in_a_simulated_pipeline():
+    job = prepared(*EXPERTS, "parallel.expert=4", "parallel.pipeline=2")
+    found = simulate_step(job.job.spec, job.machine)
+    told = found.compute + found.pipeline + found.data + sum(found.talk.values())
+    assert told == pytest.approx(found.seconds)
+    # The second stage has two blocks of experts and the head, the first one block of each kind.
+    assert found.seconds == pytest.approx(found.plan.step.seconds, rel=0.1)
 
 
 def submit(folder: Path, *sets: str, code: int = 0) -> RunDir | None:
@@ -144,6 +177,12 @@ def test_many_devices_are_simulated_and_reported(tmp_path):
     job = prepared("nodes=64", "ranks_per_node=8", "train.global_batch=1024")
     assert found.step_seconds == pytest.approx(simulate_step(job.job.spec, job.machine).seconds)
     submit(tmp_path, "nodes=1251", "ranks_per_node=8", "train.global_batch=10008", code=3)
+
+
+def test_a_simulated_model_of_experts_is_a_run(tmp_path):
+    found = measure(submit(tmp_path, *EXPERTS, "parallel.expert=8"))
+    assert found.split["experts"] > 0
+    assert "tensor" not in found.split
 
 
 def test_a_model_of_ones_own_has_no_times(tmp_path):

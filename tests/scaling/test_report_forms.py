@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import subprocess
@@ -22,7 +23,7 @@ from hpctrain.scaling.charts import Line, Mark, line_plot
 from hpctrain.scaling.collect import collect
 from hpctrain.scaling.compare import compare
 from hpctrain.scaling.origins import mask, masked_job
-from hpctrain.scaling.page import render
+from hpctrain.scaling.page import _ideal, render
 from hpctrain.scaling.published import published
 
 HPCTRAIN = str(Path(sys.executable).parent / "hpctrain")
@@ -53,6 +54,20 @@ def test_the_page_needs_nothing_else_and_is_well_formed(sweep):
     assert "prefers-color-scheme:dark" in page
     assert "cannot run: memory: too much" in page
     assert "is failed: node lost" in page
+
+
+def test_an_ideal_line_for_each_size_of_baseline(tmp_path):
+    root = write_sweep(tmp_path, STRONG, {n: [[8.0 / n] * 9] * 2 for n in (1, 2, 4)})
+    report = report_of(root)
+    (one,) = report.series
+    two = dataclasses.replace(one, baseline=one.rows[1])
+    for series, found in (((one,), [(1, 1), (4, 4)]), ((one, one), [(1, 1), (4, 4)]),
+                          ((one, two), [(1, 1), (4, 4), (2, 1), (4, 2)])):  # fmt: skip
+        lines = _ideal(dataclasses.replace(report, series=series), speedup=True)
+        assert [(mark.x, mark.y) for line in lines for mark in line.marks] == found
+        assert [line.name for line in lines] == ["ideal", ""][: len(lines)]
+        (flat,) = _ideal(dataclasses.replace(report, series=series), speedup=False)
+        assert [(mark.x, mark.y) for mark in flat.marks] == [(1, 1.0), (4, 1.0)]
 
 
 def test_an_emulated_report_says_so_on_every_plot(tmp_path):

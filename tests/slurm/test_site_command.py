@@ -142,6 +142,11 @@ def test_a_budget_of_node_hours(call: Callable[..., Result]) -> None:
     elastic = ("slurm.nodes=1-6", "nodes=1", "slurm.max_node_hours=5")
     with pytest.raises(ImpossibleError, match="6 nodes"):
         check_budget(prepared(*elastic), yes=False)
+    dry = ("submit", "job.yaml", "--dry-run", "--set", "slurm.max_node_hours=1.5")
+    warned = call(*dry)
+    assert "are 2 node-hours, 1.5 are allowed" in warned.stderr
+    assert warned.stdout.startswith("#!/bin/bash")
+    assert "node-hours" not in call(*dry, "--yes").stderr
 
 
 def make_run(folder: Path, name: str, status: str, step: int) -> RunDir:
