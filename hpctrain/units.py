@@ -94,6 +94,14 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def format_seconds(seconds: float) -> str:
+    """What was measured, with three digits: ``14.7 s``, ``83.1 ms``, ``12 us``."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(seconds) * scale >= 1.0:
+            return f"{seconds * scale:.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:.0f} s"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def parse_bytes(text: str | int | float) -> int:
     """Bytes of ``64MiB``, ``1.5 GB``, ``4096`` or ``1e9``.
 

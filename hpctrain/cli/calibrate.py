@@ -142,8 +142,8 @@ def _site_file(
 
 
 def _rows(platform: Platform, found: Measurements, solved: Solved) -> list[tuple[str, str]]:
-    from hpctrain.plan.text import flops, seconds
-    from hpctrain.units import format_bytes
+    from hpctrain.plan.text import flops
+    from hpctrain.units import format_bytes, format_seconds
 
     values = solved.values
     peak = platform.peak_flops(found.dtype)
@@ -154,14 +154,14 @@ def _rows(platform: Platform, found: Measurements, solved: Solved) -> list[tuple
             f"{values['memory'] * platform.memory_bandwidth / 1e9:.3g} GB/s, "
             f"{values['memory']:.0%} of {platform.memory_bandwidth / 1e9:.3g}",
         ),
-        ("launches", f"{seconds(values['layer_seconds'])} a block"),
+        ("launches", f"{format_seconds(values['layer_seconds'])} a block"),
     ]
     if "link" in values:
         rows.append(
             (
                 "links",
                 f"{values['link'] * platform.link_bandwidth / 1e9:.3g} GB/s, "
-                f"{seconds(values['hop_seconds'])} a hop",
+                f"{format_seconds(values['hop_seconds'])} a hop",
             )
         )
     if found.write is not None:

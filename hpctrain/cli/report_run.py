@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hpctrain.cli import output
-from hpctrain.units import format_bytes, format_count, format_duration
+from hpctrain.units import format_bytes, format_count, format_duration, format_seconds
 
 if TYPE_CHECKING:
     from hpctrain.cli.summary import Summary
@@ -64,7 +64,7 @@ def _rows(view: RunView, summary: Summary) -> list[tuple[str, str]]:
                  f"{len(summary.steady)} steps"))  # fmt: skip
     median, slow = summary.step_seconds(0.5), summary.step_seconds(0.95)
     if median is not None and slow is not None:
-        rows.append(("step", f"{format_duration(median)} median, {format_duration(slow)} at 95 %"))
+        rows.append(("step", f"{format_seconds(median)} median, {format_seconds(slow)} at 95 %"))
     if (flops := summary.model_flops_per_second) is not None:
         rows.append(("model FLOP/s", f"{flops / 1e12:.3g} TFLOP/s over all ranks"))
     if last.experts:

@@ -12,7 +12,7 @@ import click
 from hpctrain.cli import output
 from hpctrain.cli.options import json_option, runs_option
 from hpctrain.errors import Exit, ImpossibleError, UsageError
-from hpctrain.units import format_duration
+from hpctrain.units import format_seconds
 
 if TYPE_CHECKING:
     from hpctrain.cli.sweep_start import Standing
@@ -215,7 +215,7 @@ def _show(sweep: SweepFile, points: Sequence[Point], where: str, as_json: bool) 
             point.title,
             str(point.nodes),
             str(point.ranks),
-            "-" if point.step_seconds is None else _seconds(point.step_seconds),
+            "-" if point.step_seconds is None else format_seconds(point.step_seconds),
             "-" if point.node_hours is None else f"{point.node_hours:.3g}",
         )
         for point in possible
@@ -237,10 +237,6 @@ def _named(points: Sequence[Point]) -> str:
     first = f"{points[0].id} {points[0].title}"
     more = len(points) - 1
     return first if not more else f"{first} and {more} more ({points[-1].id} the last)"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if 1 <= seconds < 100 else format_duration(seconds)
 
 
 def _table(found: SweepDir, rows: Sequence[Standing]) -> None:

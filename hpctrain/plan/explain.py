@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hpctrain.plan.inputs import Placement
 from hpctrain.plan.memory import activations, state_bytes
 from hpctrain.plan.plan import NODE_MTBF, STORAGE, STORAGE_LIMIT, Plan
-from hpctrain.plan.text import flops, seconds
-from hpctrain.units import format_bytes, format_count
+from hpctrain.plan.text import flops
+from hpctrain.units import format_bytes, format_count, format_seconds
 
 _SPEC, _FILE, _SHEET = "job file", "machine file", "vendor's data sheet"
 
@@ -168,7 +168,7 @@ def _time(plan: Plan) -> Iterator[Explained]:
         ),
         "launches": (
             "blocks · micro-batches · time lost a block",
-            (("time lost", seconds(values.layer_seconds), fitted),),
+            (("time lost", format_seconds(values.layer_seconds), fitted),),
         ),
         "tensor parallel": (
             "all-gathers and reduce-scatters of b·s·h, (t-1)/t of each over the links, if exposed",
@@ -228,7 +228,7 @@ def _time(plan: Plan) -> Iterator[Explained]:
         ),
         "other": (
             "what of a step belongs to no block",
-            (("fixed", seconds(values.step_seconds), fitted),),
+            (("fixed", format_seconds(values.step_seconds), fitted),),
         ),
         "output layer": (
             "three products of b·s by h by V/t and the loss's passes over the logits",
@@ -238,11 +238,11 @@ def _time(plan: Plan) -> Iterator[Explained]:
     for name, value in sorted(step.split.items(), key=lambda item: -item[1]):
         if value > 0 and name in inputs:
             formula, used = inputs[name]
-            yield Explained(f"time: {name}", f"{seconds(value)} a step", formula, used)
+            yield Explained(f"time: {name}", f"{format_seconds(value)} a step", formula, used)
     low, high = plan.interval
     yield Explained(
         "step",
-        f"{seconds(step.seconds)} ({seconds(low)} to {seconds(high)})",
+        f"{format_seconds(step.seconds)} ({format_seconds(low)} to {format_seconds(high)})",
         "slowest stage · micro-batches + bubble + what is not hidden; nine in ten within "
         "exp(±1.645·spread)",
         (("spread", f"{values.spread:.1%}", fitted),),
@@ -277,7 +277,7 @@ def _run(plan: Plan) -> Iterator[Explained]:
     node = measured.write_bandwidth if measured is not None else None
     yield Explained(
         "checkpoint",
-        f"{format_bytes(run.checkpoint_bytes)} in {seconds(run.checkpoint_seconds)}",
+        f"{format_bytes(run.checkpoint_bytes)} in {format_seconds(run.checkpoint_seconds)}",
         "12 bytes a parameter / min(nodes · rate of a node, rate of the file system)",
         (
             (
@@ -304,10 +304,10 @@ def _run(plan: Plan) -> Iterator[Explained]:
             ("nodes", str(spec.nodes), _SPEC),
         )
     else:
-        rate = (("time between failures of the job", seconds(run.mtbf), _SPEC),)
+        rate = (("time between failures of the job", format_seconds(run.mtbf), _SPEC),)
     yield Explained(
         "time between checkpoints",
-        f"{seconds(run.interval_seconds)}, {run.interval_steps} steps",
+        f"{format_seconds(run.interval_seconds)}, {run.interval_steps} steps",
         "sqrt(2 · write time · time between failures of the job) (Young 1974; Daly 2006)",
         rate,
     )

@@ -8,8 +8,8 @@ from html import escape
 from hpctrain.plan.explain import explain
 from hpctrain.plan.pipeline import form_of
 from hpctrain.plan.plan import Plan
-from hpctrain.plan.text import changed, head, seconds
-from hpctrain.units import format_bytes
+from hpctrain.plan.text import changed, head
+from hpctrain.units import format_bytes, format_seconds
 
 _COLOURS = {
     "parameters": "#4269d0",
@@ -60,7 +60,7 @@ def _sections(plan: Plan) -> Iterator[str]:
         for other in plan.alternatives:
             keys = " ".join(f"{k}={v}" for k, v in changed(plan, other).items())
             cells = (
-                seconds(other.candidate.seconds),
+                format_seconds(other.candidate.seconds),
                 format_bytes(other.candidate.memory),
                 other.why,
                 keys,
@@ -128,7 +128,7 @@ def time_chart(plan: Plan) -> str:
             f'<text x="0" y="{y + 14}" font-size="12">{escape(name)}</text>'
             f'<rect x="{left}" y="{y + 3}" width="{value * scale:.1f}" height="{row - 6}" '
             f'fill="#4269d0"/><text x="{left + value * scale + 5:.1f}" y="{y + 14}" '
-            f'font-size="12">{seconds(value)}</text>'
+            f'font-size="12">{format_seconds(value)}</text>'
         )
     return (
         f'<svg viewBox="0 0 {width} {row * len(parts)}" width="100%" role="img" '

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain.plan.plan import Alternative, Plan
 from hpctrain.plan.unequal import Mixed
-from hpctrain.units import format_bytes, format_count, format_duration
+from hpctrain.units import format_bytes, format_count, format_duration, format_seconds
 
 _BAR = 40
 _SHOWN = 0.003
@@ -58,7 +58,8 @@ def head(plan: Plan) -> Iterator[str]:
     rows.append(
         (
             "step",
-            f"{seconds(plan.step.seconds)}, nine in ten between {seconds(low)} and {seconds(high)}"
+            f"{format_seconds(plan.step.seconds)}, nine in ten between {format_seconds(low)} and "
+            f"{format_seconds(high)}"
             f" ({plan.step.micro_batches} micro-batch"
             f"{'es' if plan.step.micro_batches > 1 else ''})",
         )
@@ -97,7 +98,8 @@ def head(plan: Plan) -> Iterator[str]:
         rows.append(
             (
                 "schedule",
-                f"its table of actions takes {seconds(plan.timeline.makespan)}, idle {idle:.1%}",
+                f"its table of actions takes {format_seconds(plan.timeline.makespan)}, "
+                f"idle {idle:.1%}",
             )
         )
     if plan.placement.gain > _GAIN:
@@ -141,7 +143,7 @@ def _axes(plan: Plan) -> Iterator[str]:
                 link.kind.value,
                 "-" if link.bandwidth is None else f"{link.bandwidth / 1e9:.0f}",
                 str(link.nodes),
-                "-" if exposed is None else f"{seconds(exposed)} a step",
+                "-" if exposed is None else f"{format_seconds(exposed)} a step",
             )
         )
     if len(rows) > 1:
@@ -157,7 +159,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan) -> Iterator[str]:
     yield "time of a step"
-    yield from bars(plan.step.split, plan.step.seconds, seconds)
+    yield from bars(plan.step.split, plan.step.seconds, format_seconds)
 
 
 def _better(plan: Plan) -> Iterator[str]:
@@ -171,7 +173,7 @@ def _better(plan: Plan) -> Iterator[str]:
         candidate = alternative.candidate
         keys = " ".join(f"{k}={_value(v)}" for k, v in changed(plan, alternative).items())
         yield (
-            f"  {seconds(candidate.seconds)} a step, {alternative.gain:.2f} times as fast, "
+            f"  {format_seconds(candidate.seconds)} a step, {alternative.gain:.2f} times as fast, "
             f"{format_bytes(candidate.memory)} a rank: {alternative.why}"
         )
         yield f"    {keys}"
@@ -205,7 +207,7 @@ def compare(first: Plan, second: Plan, names: tuple[str, str]) -> str:
     add("ranks", *(p.devices for p in plans))
     add("fits", *("yes" if p.fits else "no" for p in plans))
     add("memory", *(format_bytes(p.used) for p in plans))
-    add("step", *(seconds(p.step.seconds) for p in plans))
+    add("step", *(format_seconds(p.step.seconds) for p in plans))
     add("tokens/s", *(format_count(p.tokens_per_second) for p in plans))
     add("MFU", *(f"{p.utilisation:.1%}" for p in plans))
     add("hours", *(f"{p.run.hours:.1f}" for p in plans))
@@ -213,7 +215,7 @@ def compare(first: Plan, second: Plan, names: tuple[str, str]) -> str:
     for name in first.step.split:
         a, b = first.step.split[name], second.step.split[name]
         if max(a / first.step.seconds, b / second.step.seconds) > _SHOWN:
-            add(name, seconds(a), seconds(b))
+            add(name, format_seconds(a), format_seconds(b))
     return "\n".join(_columns(rows))
 
 
@@ -238,14 +240,14 @@ def render_mixed(mixed: Mixed) -> str:
                 f"{share.state:.2%}",
                 str(share.stages) if share.stages else "-",
                 blocks,
-                seconds(share.seconds),
+                format_seconds(share.seconds),
                 format_bytes(share.memory),
             )
         )
     gain = "" if mixed.gain is None else f", {mixed.gain:.2f} times as fast as equal shares"
     return "\n".join(
         [
-            f"{seconds(mixed.seconds)} a step, {format_count(tokens)} tokens/s{gain}",
+            f"{format_seconds(mixed.seconds)} a step, {format_count(tokens)} tokens/s{gain}",
             f"{ways[mixed.way]}; micro-batch {mixed.micro_batch}, tensor {mixed.tensor}",
             "",
             *_columns(rows),
@@ -254,14 +256,6 @@ def render_mixed(mixed: Mixed) -> str:
 
 
 # ---- formats -------------------------------------------------------------------------------
-
-
-def seconds(value: float) -> str:
-    """Seconds with three digits: ``14.7 s``, ``83.1 ms``, ``12 us``."""
-    for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if abs(value) * scale >= 1.0 or unit == "us":
-            return f"{value * scale:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} s"
-    return "0 s"
 
 
 def flops(rate: float) -> str:

@@ -10,6 +10,7 @@ from hpctrain.units import (
     format_bytes,
     format_count,
     format_duration,
+    format_seconds,
     format_walltime,
     parse_bytes,
     parse_count,
@@ -106,3 +107,11 @@ def test_text_for_people():
     assert format_duration(0.85) == "850 ms"
     assert format_duration(185) == "3m05s"
     assert format_duration(3 * DAY + 4 * 3600) == "3d04h"
+
+
+def test_measured_seconds_have_three_digits():
+    assert format_seconds(1.1504) == "1.15 s"
+    assert format_seconds(8.0) == "8 s"
+    assert format_seconds(0.0831) == "83.1 ms"
+    assert format_seconds(12e-6) == "12 us"
+    assert format_seconds(12345.6) == "12346 s"
