@@ -6,7 +6,7 @@ the others wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,13 @@ model: {layers: 4, hidden: 6, heads: 2, vocab_size: 26, ffn_hidden: 10}
 data: {path: none, sequence_length: 8}
 train: {steps: 9, micro_batch: 1, lr: 5e-3, eps: 1e-6}
 """
+EXPERTS = """\
+model: {layers: 4, hidden: 8, heads: 4, vocab_size: 26, moe: {experts: 4, top_k: 2, hidden: 10}}
+data: {path: none, sequence_length: 8}
+train: {steps: 9, micro_batch: 1, lr: 5e-3, eps: 1e-6}
+"""
 # What follows the number of ranks is the layout, and how many files its checkpoints have.
-LAYOUTS = [
+DENSE = [
     (1, "", "one"),
     (2, "sharding=zero3", "one"),
     (2, "tensor=2", "rank"),
@@ -40,11 +45,24 @@ LAYOUTS = [
     (7, "", "one"),
     (8, "tensor=2 pipeline=2 data=2 sharding=zero3", "rank"),
 ]
+FOLDED = [
+    (1, "", "one"),
+    (2, "context=2 expert=2 sharding=zero3", "rank"),
+    (4, "tensor=2 context=2 expert=2 expert_tensor=2", "one"),
+    (4, "pipeline=2 context=2 expert=2 schedule=zb-v", "rank"),
+    (8, "tensor=2 pipeline=2 context=2 expert=4 sharding=zero1", "node"),
+    (8, "context=2 data=4 expert=4 expert_tensor=2 sharding=zero1", "one"),
+    (8, "pipeline=2 data=4 expert=2 sharding=zero3", "one"),
+    (8, "tensor=2 data=4 expert=2 expert_tensor=2 sharding=zero2", "rank"),
+]
 STEPS = 2
 Whole = dict[str, np.ndarray]
+Layout = tuple[int, str, str]
 
 
-def go_on_everywhere(root: str, pairs: list[list[int]]) -> dict[str, Any]:
+def go_on_everywhere(
+    root: str, job: str, layouts: list[Layout], pairs: list[list[int]], missing: Sequence[str]
+) -> dict[str, Any]:
     """Train and save in every layout, then go on from each first of a pair in its second.
 
     Returns:
@@ -68,25 +86,25 @@ def go_on_everywhere(root: str, pairs: list[list[int]]) -> dict[str, Any]:
             if comm.rank == 0:
                 _compare(found, trained[source], faults, words)
 
-    for number, (_, _, files) in enumerate(LAYOUTS):
-        with _world(comm, number) as fresh:
+    for number, layout in enumerate(layouts):
+        with _world(comm, job, layout) as fresh:
             if fresh is not None:
                 state = fresh()
                 _train(state)
                 trained.append(_gather(state, faults, f"layout {number}"))
-                _save(state, Path(root) / str(number), files)
+                _save(state, Path(root) / str(number), layout[2])
                 if number == LACKING:
-                    for name in MISSING:
+                    for name in missing:
                         _save(state, _folder_without(root, name), "one", leave_out=name)
                 if number == ASKING:
-                    told = [_refused(fresh(), _folder_without(root, name)) for name in MISSING]
+                    told = [_refused(fresh(), _folder_without(root, name)) for name in missing]
                 go_on(fresh, number, [s for s, target in pairs if target == number and s <= number])
         barrier(comm)
     # Making a world takes longer than all else: again only where it is wanted.
-    for number in range(len(LAYOUTS)):
+    for number, layout in enumerate(layouts):
         later = [s for s, target in pairs if target == number and s > number]
         if later:
-            with _world(comm, number) as fresh:
+            with _world(comm, job, layout) as fresh:
                 if fresh is not None:
                     go_on(fresh, number, later)
             barrier(comm)
@@ -99,7 +117,7 @@ MISSING = ("model/layers.1.ffn.up.weight", "optimizer/exp_avg_sq/layers.3.attent
 
 
 @contextmanager
-def _world(comm: Any, number: int) -> Iterator[Any]:
+def _world(comm: Any, job: str, layout: Layout) -> Iterator[Any]:
     """What makes fresh TrainStates in a layout, on the ranks that it has; None on others."""
     from mpi4py import MPI
 
@@ -111,16 +129,17 @@ def _world(comm: Any, number: int) -> Iterator[Any]:
     from hpctrain.spec.resolve import layout_of
     from hpctrain.train.state import TrainState
 
-    ranks, words, _ = LAYOUTS[number]
+    ranks, words, _ = layout
     inside = comm.rank < ranks
     own = comm.Split(0 if inside else MPI.UNDEFINED, comm.rank)
     if not inside:
         yield None
         return
-    data = ranks // 2 ** ("tensor=2" in words) // _pipeline(words)
-    layout = [f"parallel.{word}" for word in words.split()]
+    axes = [word for word in words.split() if word in ("tensor=2", "context=2")]
+    data = ranks // 2 ** len(axes) // _pipeline(words)
     batch = data * _pipeline(words)
-    spec = parity._spec(JOB, ranks, [*layout, f"train.global_batch={batch}"])
+    sets = [*(f"parallel.{word}" for word in words.split()), f"train.global_batch={batch}"]
+    spec = parity._spec(job, ranks, sets)
     grid = RankGrid(layout_of(spec))
     context = bootstrap(own, grid, RankEnvironment.read(), device="cpu")
 
