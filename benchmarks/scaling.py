@@ -39,8 +39,8 @@ machine: {emulate: frontier}
 nodes: 1
 ranks_per_node: 1
 model: {layers: 4, hidden: 6144, heads: 48, vocab_size: 51200}
-data: {path: not-read.h5, sequence_length: 2048}
-train: {steps: 4, global_batch: 8, micro_batch: 1, precision: bf16}
+data: {path: not-read.h5, sequence_length: 4096}
+train: {steps: 4, global_batch: 16, micro_batch: 2, precision: bf16}
 checkpoint: {every: 100}
 """
 NEAR = 0.03

@@ -43,10 +43,13 @@ SHARDS = "dp_shard_cp"
 """Name of these axes taken together, in a mesh."""
 
 
-def replicate(model: nn.Module, group: Any, ignored: Iterable[str] = ()) -> DistributedDataParallel:
+def replicate(
+    model: nn.Module, group: Any, ignored: Iterable[str] = (), buckets: int | None = None
+) -> DistributedDataParallel:
     """DDP over a process group; gradients are averaged in buckets while backward runs.
 
-    Parameters and buffers named in ``ignored`` are left to others.
+    Parameters and buffers named in ``ignored`` are left to others. ``buckets`` is about how many
+    there are, for a model so small that all of it went into one; without, they have 25 MiB.
 
     After its first backward DDP would put the buckets together anew, in the order in which
     gradients came. Among three ranks or more a sum's rounding depends on its place in a bucket,
@@ -56,9 +59,11 @@ def replicate(model: nn.Module, group: Any, ignored: Iterable[str] = ()) -> Dist
     # What DistributedDataParallel's setter for this, which is not public either, does.
     model._ddp_params_and_buffers_to_ignore = list(ignored)  # type: ignore[assignment]
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 2**20
     return DistributedDataParallel(
         model,
         process_group=group,
+        bucket_cap_mb=None if buckets is None else size / buckets,
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
@@ -75,14 +80,15 @@ def through_dispatcher(model: nn.Module) -> None:
     assert isinstance(model, DistributedDataParallel)
     group = model.process_group
 
-    def reduce(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    def reduce(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer().div_(group.size())
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
         done: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda _: buffer)
         return done
 
-    model.register_comm_hook(None, reduce)
+    # DDP compares annotations with types, and those of a module like this one are strings.
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
 
 def shard(

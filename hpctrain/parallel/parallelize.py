@@ -147,10 +147,12 @@ def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = Non
     if schedule is None and not sharded and copies.size > 1:
         ignored = [name for name, _ in modules[0].named_buffers() if ".router." in name]
         ignored += [n for n, _ in modules[0].named_parameters() if parallel.is_expert(n)]
-        replicated = replicate(modules[0], copies.group, ignored)
+        links = context.communicators.counter.links
+        buckets = None if links is None else links.buckets
+        replicated = replicate(modules[0], copies.group, ignored, buckets)
         replicate_in_levels(replicated, context.communicators.prepare(*REPLICA_AXES))
         parallel.chunks[0] = replicated
-        if context.communicators.counter.links is not None:
+        if links is not None:
             through_dispatcher(replicated)
     parallel.token_loss = token_loss
     parallel.contexts = contexts

@@ -21,8 +21,12 @@ _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 _FP32 = 4.0
 _BLOCK_SECONDS = 3e-3
 """Time of a core that a rank really needs for a small block, forward and backward."""
-_COLLECTIVE_SECONDS = 5e-3
+_COLLECTIVE_SECONDS = 10e-3
 """Time that a small collective really needs where ranks share cores."""
+_HOP_SECONDS = 60e-6
+"""Time of a core that each rank really needs for every other one in a collective."""
+_BUCKETS = 8
+"""Of the gradients of replicas; the small model's would all fit one."""
 _BUSY = 0.4
 """Share of the cores' time that ranks may need without getting in each other's way."""
 
@@ -74,22 +78,35 @@ def emulation_table(spec: JobSpec, machine: Machine, cores: int = 1) -> dict[str
         "optimizer": model.state(strategy, pipe.layers).optimizer,
         "step": work.values.step_seconds,
         "links": links,
+        "streams": ["dp_shard"] if strategy.states.fully_sharded else [],
         "near": [wires.hop, activations / (work.platform.peer_bandwidth * wires.link)],
         "far": [2.0 * wires.hop, activations / across],
     }
     slower = spec.slower
     if slower is None:
-        passes = pipe.layers * pipe.micro_batches
-        collectives = (10 if layout.tp > 1 else 0) + (3 if strategy.states.fully_sharded else 0)
-        each = _BLOCK_SECONDS + collectives * _COLLECTIVE_SECONDS
-        needed = passes * each * layout.world_size / cores
-        slower = max(1.0, needed / (_BUSY * model.step(strategy).seconds))
+        slower = _slower(model, strategy, cores)
     stretched: dict[str, Any] = _times(table, slower)
     return stretched | {
         "machine": machine.name,
         "ranks_per_node": spec.ranks_per_node,
+        "buckets": _BUCKETS,
         "slower": slower,
     }
+
+
+def _slower(model: StepModel, strategy: Strategy, cores: int) -> float:
+    """How many times slower ranks that share ``cores`` have to run to keep time."""
+    layout, pipe = strategy.layout, model.pipe(strategy)
+    collectives = (10 if layout.tp > 1 else 0) + (3 if strategy.states.fully_sharded else 0)
+    each = _BLOCK_SECONDS + collectives * _COLLECTIVE_SECONDS
+    needed = pipe.layers * pipe.micro_batches * each * layout.world_size / cores
+    slower = max(1.0, needed / (_BUSY * model.step(strategy).seconds))
+    reduction = model.state(strategy, pipe.layers).reduction
+    if reduction and not strategy.states.fully_sharded:
+        # Buckets come one after another at a step's end: the real sums have to be done by then.
+        bucket = _COLLECTIVE_SECONDS / 2.0 + layout.dp * layout.cp * _HOP_SECONDS
+        slower = max(slower, _BUCKETS * bucket * layout.world_size / cores / reduction)
+    return slower
 
 
 def _times(value: Any, factor: float) -> Any:
@@ -98,7 +115,7 @@ def _times(value: Any, factor: float) -> Any:
         return {key: _times(item, factor) for key, item in value.items()}
     if isinstance(value, list):
         return [_times(item, factor) for item in value]
-    return value * factor
+    return value if isinstance(value, str) else value * factor
 
 
 def check_emulated(spec: JobSpec, *, ranks: bool) -> None:

@@ -215,6 +215,11 @@ class Workload:
         """Bytes of driver, communicators and workspaces, or of a process without a device."""
         return 0.3 * 2**30 if self.on_host else self.stack.context_bytes
 
+    def dp_overlap(self, stages: int) -> float:
+        """Share of a micro-batch behind which a pipeline of so many stages reduces gradients."""
+        late = self.stack.sums_after_pipeline and stages > 1
+        return 0.0 if late else self.values.dp_overlap
+
     def micro_batches(self, plan: Strategy) -> int:
         """Forward passes of a pipeline in a step."""
         return max(1, self.global_batch // (plan.layout.dp * plan.micro_batch))

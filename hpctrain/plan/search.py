@@ -248,8 +248,8 @@ def _score(
 ) -> None:
     """Scores all layouts of one set of degrees."""
     work, values = model.work, model.work.values
-    fsdp, dp_hidden, fixed_seconds = values.fsdp_overlap, values.dp_overlap, values.step_seconds
     tp, pp, dp = layout.tp, layout.pp, layout.dp
+    fsdp, dp_hidden, fixed_seconds = values.fsdp_overlap, work.dp_overlap(pp), values.step_seconds
     share = work.global_batch // dp
     orders = space.orders if pp > 1 else space.orders[:1]  # they differ in where pp lies
     splits = [

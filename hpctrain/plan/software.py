@@ -92,6 +92,7 @@ class Stack:
             and output layer take a layer's place where that divides.
         sequence_parallel: on wherever there is tensor parallelism, unless a job says otherwise.
         scattered_gradients: sharded optimizers reduce-scatter gradients; else all-reduce them.
+        sums_after_pipeline: in a pipeline gradients are summed after its last pass, beside nothing.
         accumulates_whole: with sharded gradients and several micro-batches, gradients are kept
             whole and scattered in the last micro-batch; else they are scattered in each.
         fp16_gradient_bytes, bf16_gradient_bytes: bytes a gradient element has in the reduction.
@@ -129,6 +130,7 @@ class Stack:
     even_stages: bool = False
     sequence_parallel: bool = False
     scattered_gradients: bool = True
+    sums_after_pipeline: bool = False
     accumulates_whole: bool = False
     fp16_gradient_bytes: int = 2
     bf16_gradient_bytes: int = 4
@@ -243,6 +245,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 casts=True,
                 fp32_stream=True,
                 scattered_gradients=False,
+                sums_after_pipeline=True,
                 accumulates_whole=True,
                 optimizer_bytes=8.0,
                 norm_kept=0.0,

@@ -222,7 +222,7 @@ class StepModel:
         pipe = self.pipe(plan)
         state = self.state(plan, pipe.layers)
         running, bubble, reduction, gathering = compose(
-            pipe, state, values.fsdp_overlap, values.dp_overlap
+            pipe, state, values.fsdp_overlap, self.work.dp_overlap(plan.layout.pp)
         )
         m = pipe.micro_batches
         seconds = running + bubble + reduction + state.optimizer + state.tied + values.step_seconds

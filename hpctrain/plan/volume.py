@@ -264,7 +264,8 @@ def traffic(work: Workload, plan: Strategy) -> list[Traffic]:
         "ep": 1.0 - values.expert_overlap,
         "etp": 1.0 - values.expert_overlap,
     }
-    shared = 1.0 - (values.fsdp_overlap if plan.states.fully_sharded else values.dp_overlap)
+    late = work.dp_overlap(plan.layout.pp)
+    shared = 1.0 - (values.fsdp_overlap if plan.states.fully_sharded else late)
     return [
         Traffic(v.axes, v.pattern, v.bytes, v.messages, exposed.get(v.axes[0], shared))  # type: ignore[arg-type]
         for v in volumes(work, plan)

@@ -6,7 +6,10 @@ notes them there); here each is held until the time of the emulated link has pas
 - a collective that the caller waits for: its members meet, then all sleep as long as it takes;
 - one that runs beside computation: a thread an axis does the same, one operation after another,
   and the work that the caller holds is done when that thread says so;
-- a message to another stage leaves late: a thread a destination sleeps, then sends.
+- a message to another stage leaves late: a thread a destination sleeps, then sends;
+- shards of parameters are gathered as on a device whose host runs ahead (FSDP's implicit
+  prefetching): a block's gathering begins when the block before it begins to compute, a block's
+  gradients are scattered while others compute, and the next sum waits for all of it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in
     _create_work_from_future,
 )
 
+_INSIDE_BLOCKS = frozenset({"tp", "cp", "ep", "etp"})
 _KEPT = 64
 """Real sends that may be under way behind the emulated ones."""
 
@@ -37,6 +41,7 @@ class EmulatedLinks:
 
     Attributes:
         blocked: seconds that callers have waited here so far.
+        buckets: that the gradients of replicas are summed in.
     """
 
     def __init__(self, table: Mapping[str, Any], rank: int) -> None:
@@ -45,10 +50,13 @@ class EmulatedLinks:
         self._per_node = int(table["ranks_per_node"])
         self._rank = rank
         self.blocked = 0.0
+        self.buckets = int(table["buckets"])
         self._threads: dict[Any, ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._sent: dict[Any, deque[tuple[Any, Any]]] = {}
         self._free: dict[Any, float] = {}
+        self._streams: frozenset[str] = frozenset(table["streams"])
+        self._asked: dict[str, float] = {}
         self._cost: dict[Any, float] = {}
 
     def seconds(self, axis: str, operation: str, size: int) -> float:
@@ -66,25 +74,58 @@ class EmulatedLinks:
         """A collective whose caller waits.
 
         Args:
-            key: of collectives that are alike. The shortest of them so far is taken for what the
-                real one costs by itself, which is part of the emulated time.
+            key: (axis, operation, bytes) of collectives that are alike. The shortest of them so
+                far is taken for what the real one costs by itself, which is part of the
+                emulated time.
             began: when the caller asked for it.
             work: the real one.
             seconds: of the emulated one.
         """
+        axis, operation, _ = key
         work.wait()
+        if axis in self._streams and operation in ("all_gather", "reduce_scatter"):
+            self._stream(axis, operation, seconds)
+            self.blocked += time.perf_counter() - began
+            return
+        if axis not in _INSIDE_BLOCKS:
+            self._drain()
         now = time.perf_counter()
         cost = self._cost[key] = min(now - began, self._cost.get(key, now - began))
         sleep_until(now + seconds - cost)
         self.blocked += time.perf_counter() - began
 
+    def _stream(self, axis: str, operation: str, seconds: float) -> None:
+        """Gathering or scattering of shards that another block's computing may hide.
+
+        Each is one after another, and neither waits for the other: a block is gathered before the
+        gradients of the one before it are there to be scattered.
+        """
+        now, key = time.perf_counter(), (axis, operation)
+        asked = self._asked.get(axis, now) if operation == "all_gather" else now
+        self._free[key] = max(asked, self._free.get(key, 0.0)) + seconds
+        if operation == "all_gather":
+            sleep_until(self._free[key])
+            self._asked[axis] = time.perf_counter()
+
+    def _drain(self) -> None:
+        """Wait for all that is scattered; what comes next is not gathered ahead."""
+        for axis in self._streams:
+            sleep_until(self._free.get((axis, "reduce_scatter"), 0.0))
+        self._asked.clear()
+
     def later(self, axis: str, work: Any, seconds: float, done: Callable[[], None]) -> Any:
-        """A collective that runs beside computation: the work to hold in its place."""
+        """A collective that runs beside computation: the work to hold in its place.
+
+        What the real one takes, which no rank can do before all have asked for it, is part of the
+        emulated time.
+        """
         future: torch.futures.Future[None] = torch.futures.Future()
+        asked, key = time.perf_counter(), (axis, "later")
 
         def carry() -> None:
             work.wait()
-            sleep_until(time.perf_counter() + seconds)
+            sleep_until(max(asked, self._free.get(key, 0.0)) + seconds)
+            self._free[key] = time.perf_counter()
             done()
             future.set_result(None)
 

@@ -165,7 +165,8 @@ class _Reader:
 
     def _axes(self) -> Iterator[Axis]:
         for key, values in self._mapping("axes").items():
-            if self._values(("axes", key), values):
+            path: KeyPath = ("axes", key)
+            if self._values(path, values) and self._once(path, [_text(one) for one in values]):
                 yield Axis(tuple((self._setting(("axes", key, i), key, value),)
                                  for i, value in enumerate(values)))  # fmt: skip
 
@@ -191,6 +192,12 @@ class _Reader:
                 found = ", ".join(f"{key} has {count}" for key, count in lengths.items())
                 self._problem(path, f"values that go together must be as many: {found}")
                 continue
+            together = [
+                " ".join(f"{key}={_text(value)}" for key, value in zip(group, row, strict=True))
+                for row in zip(*group.values(), strict=True)
+            ]
+            if not self._once(path, together):
+                continue
             yield Axis(
                 tuple(
                     tuple(self._setting((*path, key, i), key, group[key][i]) for key in group)
@@ -206,7 +213,9 @@ class _Reader:
         if not isinstance(values, list) or not values:
             self._problem(path, f"found {show(values)}; a list of values belongs here")
             return False
-        texts = [_text(value) for value in values]
+        return True
+
+    def _once(self, path: KeyPath, texts: list[str]) -> bool:
         twice = next((text for text in texts if texts.count(text) > 1), None)
         if twice is not None:
             self._problem(path, f"{twice} stands twice; repeats: N runs a point several times")

@@ -169,6 +169,22 @@ def test_ranks_take_the_time_that_was_put_in(tmp_path):
     assert (run.checkpoints / "step00000003").is_dir()  # the real checkpoint code ran
 
 
+@pytest.mark.parametrize(
+    ("sharding", "axis"),
+    [("none", "dp_replicate"), ("zero1", "dp_replicate"), ("zero3", "dp_shard")],
+)
+def test_replicas_are_emulated(tmp_path, sharding, axis):
+    sets = ("parallel.pipeline=1", f"parallel.sharding={sharding}", "machine.slower=6")
+    found = measure(submit(tmp_path, *sets))
+    job = prepared(*sets)
+    expected = simulate_step(job.job.spec, job.machine)
+    assert found.split["compute"] == pytest.approx(expected.compute, rel=0.05)
+    assert found.split["data-parallel"] > 0
+    assert found.steps[-1].comm[axis]["bytes"] > 0
+    # What the planner hides in part lies between all of it hidden and none.
+    assert expected.compute <= found.step_seconds < 2 * expected.seconds
+
+
 def test_many_devices_are_simulated_and_reported(tmp_path):
     run = submit(tmp_path, "nodes=64", "ranks_per_node=8", "train.global_batch=1024")
     found = measure(run)

@@ -47,6 +47,13 @@ def test_crossed_and_zipped_axes(points):
     assert [point.ranks for point in found] == [1, 1, 1, 2, 2, 2]
 
 
+def test_values_that_go_together_may_repeat_but_not_together(points):
+    found = points("zip: [{nodes: [1, 1, 2], ranks_per_node: [1, 2, 2]}]\n")
+    assert [point.ranks for point in found] == [1, 2, 4]
+    (fault,) = faults("job: j\nzip: [{nodes: [1, 2, 1], a: [7, 8, 7]}]\n")
+    assert fault.endswith("zip[0]: nodes=1 a=7 stands twice; repeats: N runs a point several times")
+
+
 def test_weak_scaling_grows_batch_layers_or_width(points):
     text = "kind: weak\naxes: {ranks_per_node: [1, 2, 4]}\n"
     assert [p.prepared.job.spec.train.global_batch for p in points(text)] == [32, 64, 128]
