@@ -13,7 +13,7 @@ quickstart: $(VENV)/.local data/english.h5
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
-# Every case of what the suite samples: about an hour on two cores.
+# Every case of what the suite samples: about two hours on two cores.
 whole: $(VENV)/.dev
 	$(BIN)/python -m pytest -m whole $(PYTEST_ARGS)
 

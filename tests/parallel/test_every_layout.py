@@ -1,6 +1,6 @@
 """Every layout of up to eight ranks against one rank; every schedule with several micro-batches.
 
-All of them take about an hour on two cores (``make whole``); the suite runs a few that other tests
+All of them take about half an hour on two cores (``make whole``); the suite runs a few that others
 have not.
 """
 

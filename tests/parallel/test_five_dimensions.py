@@ -1,7 +1,7 @@
 """All five axes at once on 16 ranks, and experts in every family of pipelines, against one rank.
 
-With ``make whole``: sixteen ranks take minutes to start on two cores. The suite has the same on
-eight and four ranks in test_expert_folding.py.
+With ``make whole``: sixteen ranks take minutes on two cores. The suite has the same on eight and
+four ranks in test_expert_folding.py.
 """
 
 from __future__ import annotations
