@@ -45,11 +45,19 @@ class Monitor:
         context: of this rank.
         attempt: number of the incarnation.
         tell: writes events.
+        slower: how many times longer steps take here than they are said to, on an emulated machine.
     """
 
     def __init__(
-        self, run: RunDir, spec: JobSpec, context: RankContext, attempt: int, tell: Tell
+        self,
+        run: RunDir,
+        spec: JobSpec,
+        context: RankContext,
+        attempt: int,
+        tell: Tell,
+        slower: float = 1.0,
     ) -> None:
+        self.slower = slower
         self.run, self.spec, self.context, self.tell = run, spec, context, tell
         if context.is_first:
             run.health.mkdir(parents=True, exist_ok=True)
@@ -127,7 +135,7 @@ class Monitor:
             comm: what the rank has communicated since it last said so, by axis; None where it
                 does not say so after this step.
         """
-        self.watchdog.step_took(seconds)
+        self.watchdog.step_took(seconds * self.slower)
         every = self.spec.health.stragglers
         if not every or self.context.world_size == 1:
             return

@@ -79,8 +79,8 @@ class Watchdog:
     def step_took(self, seconds: float) -> None:
         """A step has ended; slow steps make the watchdog more patient."""
         self._steps += 1
-        if self._steps > 1:  # the first one warms up
-            self._slowest = max(self._slowest, seconds)
+        # The first one warms up: it counts until there is another.
+        self._slowest = seconds if self._steps <= 2 else max(self._slowest, seconds)
 
     def close(self) -> None:
         """Stop watching."""

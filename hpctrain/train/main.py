@@ -100,7 +100,8 @@ def _train(
         tensorboard=spec.train.tensorboard,
     )
     recorder.state("starting", 0)
-    monitor = Monitor(run, spec, context, launch.attempt, recorder.event)
+    slower = 1.0 if emulation is None else emulation.slower
+    monitor = Monitor(run, spec, context, launch.attempt, recorder.event, slower)
     for difference in differences(spec, context):
         recorder.event("warning", difference)
     source = open_source(spec) if emulation is None else emulation.source()
@@ -145,7 +146,7 @@ def _train(
         recorder=recorder,
         stopwatch=stopwatch,
         monitor=monitor,
-        slower=1.0 if emulation is None else emulation.slower,
+        slower=slower,
     )
     # An emulated machine's energy is not this one's.
     meter = EnergyMeter() if context.local_rank == 0 and emulation is None else None

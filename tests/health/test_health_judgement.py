@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,29 @@ from hpctrain.health.profile import merge
 from hpctrain.health.straggler import Timing, diagnose, slow_links
 from hpctrain.health.verdict import Arrivals, Position, Report, ranges
 from hpctrain.health.verdict import judge as verdict
+from hpctrain.health.watchdog import Watchdog
 from hpctrain.rundir import RunDir
 
 
 def timing(rank: int, work: float, comm: float, data: float = 0.0) -> Timing:
     return Timing(rank, f"node{rank // 2}", work, data, comm, 1e6)
+
+
+def test_the_watchdog_waits_longer_where_steps_are_long(tmp_path: Path) -> None:
+    """Five times the slowest step, from the first one on, and never less than it is told."""
+    run = RunDir.create("slow", tmp_path)
+    watchdog = Watchdog(
+        run, 0, ["node0"], Heartbeat(run, 0, 0, 0, [0]),
+        hang_after=20.0, every=60.0, arrivals=dict, abort=sys.exit,
+    )  # fmt: skip
+    watchdog.heartbeat.mark("forward_backward", 1)
+    limits = [watchdog.limit]
+    for seconds in (90.0, 3.0, 8.0, 60.0, 50.0):
+        watchdog.step_took(seconds)
+        limits.append(watchdog.limit)
+    watchdog.close()
+    # The first step, which warms up, counts until there is another.
+    assert limits == [15 * 20.0, 5 * 90.0, 20.0, 40.0, 300.0, 300.0]
 
 
 def test_a_slow_rank_works_longer_and_waits_for_nobody() -> None:
