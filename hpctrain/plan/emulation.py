@@ -25,6 +25,8 @@ _COLLECTIVE_SECONDS = 10e-3
 """Time that a small collective really needs where ranks share cores."""
 _HOP_SECONDS = 60e-6
 """Time of a core that each rank really needs for every other one in a collective."""
+_SPARE = 1.4
+"""How many times that the emulated sums take what the real ones need."""
 _BUCKETS = 8
 """Of the gradients of replicas; the small model's would all fit one."""
 _BUSY = 0.4
@@ -105,7 +107,8 @@ def _slower(model: StepModel, strategy: Strategy, cores: int) -> float:
     if reduction and not strategy.states.fully_sharded:
         # Buckets come one after another at a step's end: the real sums have to be done by then.
         bucket = _COLLECTIVE_SECONDS / 2.0 + layout.dp * layout.cp * _HOP_SECONDS
-        slower = max(slower, _BUCKETS * bucket * layout.world_size / cores / reduction)
+        sums = _BUCKETS * bucket * layout.world_size / cores
+        slower = max(slower, _SPARE * sums / reduction)
     return slower
 
 
