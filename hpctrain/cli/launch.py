@@ -80,11 +80,13 @@ def write_job(run: RunDir, prepared: Prepared) -> None:
 
 def _write_emulation(run: RunDir, prepared: Prepared) -> None:
     """The times of an emulated machine, which depend on the job's model and layout."""
-    from hpctrain.scaling.simulated import is_simulated
-
-    if not prepared.job.spec.emulated or is_simulated(prepared.job.spec):
+    if not prepared.job.spec.emulated:
         return
     from hpctrain.plan.emulation import emulation_table
+    from hpctrain.scaling.simulated import is_simulated
+
+    if is_simulated(prepared.job.spec):
+        return
 
     cores = len(os.sched_getaffinity(0))
     write_json(run.emulation, emulation_table(prepared.job.spec, prepared.machine, cores))

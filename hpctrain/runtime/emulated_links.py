@@ -27,7 +27,8 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # not in
     _create_work_from_future,
 )
 
-_INSIDE_BLOCKS = frozenset({"tp", "cp", "ep", "etp"})
+_INSIDE_BLOCKS = frozenset({"tp", "cp"})
+"""Axes whose collectives wait for no gradients."""
 _KEPT = 64
 """Real sends that may be under way behind the emulated ones."""
 
