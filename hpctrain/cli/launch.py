@@ -87,9 +87,7 @@ def _write_emulation(run: RunDir, prepared: Prepared) -> None:
 
     if is_simulated(prepared.job.spec):
         return
-
-    cores = len(os.sched_getaffinity(0))
-    write_json(run.emulation, emulation_table(prepared.job.spec, prepared.machine, cores))
+    write_json(run.emulation, emulation_table(prepared.job.spec, prepared.machine))
 
 
 def _write_job(run: RunDir, text: bytes, spec: JobSpec) -> None:

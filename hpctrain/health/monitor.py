@@ -45,7 +45,6 @@ class Monitor:
         context: of this rank.
         attempt: number of the incarnation.
         tell: writes events.
-        slower: how many times longer steps take here than they are said to, on an emulated machine.
     """
 
     def __init__(
@@ -55,9 +54,7 @@ class Monitor:
         context: RankContext,
         attempt: int,
         tell: Tell,
-        slower: float = 1.0,
     ) -> None:
-        self.slower = slower
         self.run, self.spec, self.context, self.tell = run, spec, context, tell
         if context.is_first:
             run.health.mkdir(parents=True, exist_ok=True)
@@ -125,7 +122,11 @@ class Monitor:
     # ---- after each step -------------------------------------------------------------------
 
     def step(
-        self, seconds: float, data_seconds: float, comm: dict[str, dict[str, float]] | None
+        self,
+        seconds: float,
+        data_seconds: float,
+        comm: dict[str, dict[str, float]] | None,
+        real_seconds: float,
     ) -> None:
         """A step has ended; collective where it is time to compare the ranks.
 
@@ -134,8 +135,9 @@ class Monitor:
             data_seconds: of that, waiting for data.
             comm: what the rank has communicated since it last said so, by axis; None where it
                 does not say so after this step.
+            real_seconds: that have passed, on an emulated machine not those of the step.
         """
-        self.watchdog.step_took(seconds * self.slower)
+        self.watchdog.step_took(real_seconds)
         every = self.spec.health.stragglers
         if not every or self.context.world_size == 1:
             return

@@ -91,6 +91,16 @@ def through_dispatcher(model: nn.Module) -> None:
     model.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
 
+def gather_ahead(model: nn.Module) -> None:
+    """Let FSDP2 wait for parameters where it needs them, as on a device, and not where it asks
+    for them, so that emulated links can gather while others compute."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module._set_unshard_async_op(True)
+
+
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -31,6 +31,7 @@ from hpctrain.parallel.data import (
     REPLICA_AXES,
     SHARD_AXES,
     SHARDS,
+    gather_ahead,
     replicate,
     shard,
     through_dispatcher,
@@ -159,6 +160,8 @@ def parallelize(spec: JobSpec, context: RankContext, passes: Passes | None = Non
     if schedule is not None:
         assert wire is not None
         parallel.pipeline = build_pipeline(spec, parallel, schedule, stages, wire, group, store)
+        if passes is not None and parallel.pipeline.vocabulary is not None:
+            parallel.pipeline.vocabulary.take = passes.take
     return parallel
 
 
@@ -209,6 +212,8 @@ def _shard(model: nn.Module, spec: JobSpec, context: RankContext, folded: bool) 
         if folded
         else None,
     )
+    if context.communicators.counter.links is not None and not pipeline:
+        gather_ahead(sharded)
     if context.communicators.along(*SHARD_AXES).size > 1:
         shard_in_levels(sharded, context.communicators.prepare(*SHARD_AXES))
     return sharded

@@ -129,6 +129,7 @@ class Pipeline:
         self._scale = scale / schedule.micro_batches
         self._last = schedule.stages.stages - 1
         self._held = {stage for _, stage in schedule.stages.held[rank]}
+        self._gathers = any(action.kind is K.GATHER for action in schedule.actions[rank])
         self._copy_stream = (
             torch.cuda.Stream(exchange.device)  # type: ignore[no-untyped-call]
             if exchange.device.type == "cuda"
@@ -152,8 +153,6 @@ class Pipeline:
         if vocabulary is not None:
             self._do |= dict.fromkeys(vocabulary.passes, self._vocabulary_pass)
             self._do[K.SHARE] = vocabulary.share
-            self._do[K.COMBINE] = vocabulary.combine
-            self._do[K.STATS] = vocabulary.stats
         self._steps = list(self._compile(schedule.actions[rank]))
         # Of the step under way
         self._micro_batches: Sequence[MicroBatch] = ()
@@ -192,6 +191,8 @@ class Pipeline:
         self._total = torch.zeros((), device=self.exchange.device)
         for gradients in self.gradients:
             gradients.begin()
+            if not self._gathers:  # what is kept for the whole step is gathered before its start
+                gradients.gather()
         if self.vocabulary is not None:
             self.vocabulary.begin([micro.batch for micro in micro_batches])
             self.gradients[-1].gather(wait=True)
@@ -219,18 +220,19 @@ class Pipeline:
         due: dict[int, list[int]] = {}
         for chunk, index in self._last_gradients(row).items():
             due.setdefault(index, []).append(chunk)
-        place = 0
+        place, complete = 0, list[int]()
         for transfers, run in groupby(row, key=lambda action: action.kind in TRANSFERS):
             actions = list(run)
             if transfers:
                 yield _bound(self._communicate, actions)
-            else:
-                for index, action in enumerate(actions, start=place):
-                    if action.kind in self._do:
-                        yield _bound(self._do[action.kind], action)
-                    for chunk in due.get(index, ()):
-                        yield self.gradients[chunk].reduce
+            for index, action in enumerate(actions, start=place):
+                # What a neighbour waits for has gone before gradients are summed.
+                yield from (self.gradients[chunk].reduce for chunk in complete)
+                complete = due.get(index, [])
+                if not transfers and action.kind in self._do:
+                    yield _bound(self._do[action.kind], action)
             place += len(actions)
+        yield from (self.gradients[chunk].reduce for chunk in complete)
 
     def _last_gradients(self, row: Sequence[Action]) -> dict[int, int]:
         """Chunk -> place after which its gradients are complete."""

@@ -27,6 +27,9 @@ from hpctrain.parallel.pipeline_stages import (
     transformer_shapes,
 )
 from hpctrain.parallel.pipeline_vocabulary import Vocabulary
+from hpctrain.runtime.emulated_links import COPIES, TIED
+from hpctrain.runtime.lane import Lane
+from hpctrain.schedule import ActionKind
 from hpctrain.schedule.job import stage_layers
 
 if TYPE_CHECKING:
@@ -106,11 +109,19 @@ def build_pipeline(
     own = spec.model.module is not None
     vocabulary = None
     if schedule.vocabulary:
+        rows = context.grid.groups("pp").tolist()
         vocabulary = Vocabulary(
             parallel.chunks[-1],
             parallel.cuts["embedding.tokens.weight"].offsets[0],
-            context.mesh["pp"].get_group(),
+            {
+                (kind, first): context.communicators.make_groups("pp", rows)
+                for kind in (ActionKind.SHARE, ActionKind.COMBINE)
+                for first in (True, False)
+            },
+            context.communicators.make_groups("pp", context.grid.groups("pp", "tp").tolist()),
+            Lane(context.device, context.communicators.counter),
             rank,
+            (schedule.stages.routes[0][0], schedule.stages.routes[0][-1]),
             tensor,
             wire,
             schedule.vocabulary,
@@ -162,7 +173,9 @@ def _second_copies(
     if len(routes) == 1:
         return {}
     return {
-        chunk: SummedCopies(list(parallel.chunks[chunk].parameters()), routes[1 - route][stage])
+        chunk: SummedCopies(
+            list(parallel.chunks[chunk].parameters()), routes[1 - route][stage], COPIES
+        )
         for chunk, (route, stage) in enumerate(schedule.stages.held[rank])
     }
 
@@ -184,7 +197,7 @@ def _tied(parallel: ParallelModel, schedule: Schedule, rank: int) -> list[Summed
         else:
             assert module.head is not None
             parameter, peer = module.head.weight, first_rank
-        found.append(SummedCopies([cast(nn.Parameter, parameter)], peer))
+        found.append(SummedCopies([cast(nn.Parameter, parameter)], peer, TIED))
     return found
 
 

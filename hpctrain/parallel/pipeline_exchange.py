@@ -60,8 +60,11 @@ class Exchange:
         # NCCL runs the messages of one batch side by side; others would run in a fixed order.
         self._batches = device.type == "cuda"
 
-    def post(self, messages: Sequence[Send | Receive]) -> list[Arrival]:
-        """Start messages, in this order; returns the arrivals of the receives."""
+    def post(self, messages: Sequence[Send | Receive], tag: int = 0) -> list[Arrival]:
+        """Start messages, in this order; returns the arrivals of the receives.
+
+        The tag only says what they hold, where the backend takes one.
+        """
         operations = [self._operation(message) for message in messages]
         if self._batches:
             found: list[Any] = dist.batch_isend_irecv(
@@ -70,9 +73,9 @@ class Exchange:
             works: list[Any] = found if len(found) == len(operations) else found * len(operations)
         else:
             works = [
-                dist.isend(tensor, group=self.group, group_dst=peer)
+                dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
                 if operation is dist.isend
-                else dist.irecv(tensor, group=self.group, group_src=peer)
+                else dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)
                 for operation, tensor, peer in operations
             ]
         arrivals = []
@@ -90,9 +93,9 @@ class Exchange:
             if buffer is not None:
                 self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
-    def swap(self, tensor: Tensor, peer: int) -> Arrival:
+    def swap(self, tensor: Tensor, peer: int, tag: int) -> Arrival:
         """Send a tensor to a rank that sends one of the same form back."""
-        (arrival,) = self.post([(tensor, peer), (tensor.shape, tensor.dtype, peer)])
+        (arrival,) = self.post([(tensor, peer), (tensor.shape, tensor.dtype, peer)], tag)
         return arrival
 
     def flush(self) -> None:

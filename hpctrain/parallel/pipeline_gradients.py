@@ -159,9 +159,9 @@ class SummedCopies:
     Both ranks get the same sum, bit for bit, and stay equal.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], peer: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], peer: int, tag: int) -> None:
         self._parameters = parameters
-        self._peer = peer
+        self._peer, self._tag = peer, tag
         self._arrival: Arrival | None = None
         self._mine = torch.empty(0)
 
@@ -170,7 +170,7 @@ class SummedCopies:
         """Send this rank's gradients; they are complete."""
         gradients = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         self._mine = torch.cat([gradient.flatten() for gradient in gradients])
-        self._arrival = exchange.swap(self._mine, self._peer)
+        self._arrival = exchange.swap(self._mine, self._peer, self._tag)
 
     @torch.no_grad()
     def finish(self, exchange: Exchange) -> None:

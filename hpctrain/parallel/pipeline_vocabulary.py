@@ -20,7 +20,7 @@ Letters of shapes: B samples, S positions, T = B·S tokens, H width, V this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from hpctrain.parallel.model import Cut
 from hpctrain.parallel.regions import TensorGroup, share
 from hpctrain.parallel.split_backward import add_weight_grad
 from hpctrain.parallel.tensor import slice_of
+from hpctrain.runtime.lane import Handle, Lane
 from hpctrain.schedule.actions import Action, ActionKind
 
 if TYPE_CHECKING:
@@ -152,20 +153,31 @@ class Vocabulary:
     Args:
         module: this rank's rows, with their weights gathered.
         first: its first row in the vocabulary.
-        group: process group of the pipeline.
-        rank: of this process in it.
+        groups: process groups of the pipeline, for what is shared and combined at the first stage
+            and at the last: (kind, whether at the first). Operations of one group run in the order
+            in which a rank asks for them, and one that waits for its root holds up the next.
+        sums: group of all ranks that have rows, tensor ranks too.
+        lane: for what waits for the sums of all ranks.
+        rank: of this process in them.
+        roots: ranks in them of the first and the last stage.
         tensor: tensor group, if any.
         wire: form of what passes between stages.
         barriers: 1 or 2.
         scale: factor of the loss of a micro-batch.
+
+    Attributes:
+        take: called where a pass has what it needs; takes the pass' time on an emulated machine.
     """
 
     def __init__(
         self,
         module: nn.Module,
         first: int,
-        group: Any,
+        groups: Mapping[tuple[ActionKind, bool], Any],
+        sums: Any,
+        lane: Lane,
         rank: int,
+        roots: tuple[int, int],
         tensor: TensorGroup | None,
         wire: Wire,
         barriers: int,
@@ -174,11 +186,14 @@ class Vocabulary:
         assert isinstance(module, Transformer)
         self.module = module
         self.first = first
-        self.group, self.rank, self.tensor = group, rank, tensor
+        self.groups, self.sums, self.lane = groups, sums, lane
+        self.rank, self.roots, self.tensor = rank, roots, tensor
         self.wire, self.barriers, self.scale = wire, barriers, scale
         self.losses: list[Tensor] = []
+        self.take: Callable[[ActionKind], None] = lambda kind: None
         self._batches: Sequence[Any] = ()
         self._softmax: dict[int, _Softmax] = {}
+        self._corrected: dict[int, Handle[None]] = {}
         self._own: dict[tuple[ActionKind, bool, int], Tensor] = {}
         self._pending: dict[tuple[ActionKind, bool, int], tuple[Any, Tensor]] = {}
         self.passes: dict[ActionKind, Callable[[int], None]] = {
@@ -205,6 +220,8 @@ class Vocabulary:
 
     def output_gradient(self, j: int) -> Tensor:
         """Gradient of the last stage's output."""
+        if self.barriers == 1:
+            self._wait_for_sums(j)
         grad = self._wait(K.COMBINE, False, j)
         if self.tensor is not None:
             grad = self.tensor.start_reduce(grad).wait()
@@ -228,35 +245,36 @@ class Vocabulary:
             shape = (samples, length, self.module.dims.hidden)
             tensor = torch.empty(shape, dtype=self.wire.dtype, device=self._batches[j][0].device)
         tensor = tensor.to(self.wire.dtype).contiguous()
-        work = dist.broadcast(tensor, group=self.group, group_src=action.peer, async_op=True)
+        group = self.groups[K.SHARE, first]
+        work = dist.broadcast(tensor, group=group, group_src=action.peer, async_op=True)
         self._pending[K.SHARE, first, j] = work, tensor
 
-    @torch.no_grad()
-    def combine(self, action: Action) -> None:
-        """Start to sum the ranks' tensors at the root."""
-        j, first = _micro_batch(action), action.stage == 0
-        if not first and self.barriers == 1:
-            self._correct(j, root=action.peer == self.rank)
-        tensor = self._own.pop((K.COMBINE, first, j))
-        work = dist.reduce(tensor, group=self.group, group_dst=action.peer, async_op=True)
-        self._pending[K.COMBINE, first, j] = work, tensor
-        if not first and self.barriers == 2:
-            softmax = self._softmax.pop(j)
-            if action.peer == self.rank:
-                self._note_loss(softmax)
+    def _combine(self, j: int, *, first: bool) -> None:
+        """Start to sum the ranks' tensors at the root, as soon as this rank has its own.
 
-    @torch.no_grad()
-    def stats(self, action: Action) -> None:
-        """Maxima and sums of all ranks, for T."""
-        self._reduce_stats(self._softmax[_micro_batch(action)])
+        A list may name this later, when it needs no more than to be over; what counts is that all
+        ranks have the passes that come before it in one order.
+        """
+        tensor, group = self._own.pop((K.COMBINE, first, j)), self.groups[K.COMBINE, first]
+        root = self.roots[0 if first else 1]
+        work = dist.reduce(tensor, group=group, group_dst=root, async_op=True)
+        self._pending[K.COMBINE, first, j] = work, tensor
 
     def finish(self) -> None:
         """Wait for what this rank was no root of."""
+        for handle in self._corrected.values():
+            handle.wait()
+        self._corrected.clear()
         for work, _ in self._pending.values():
             work.wait()
         self._pending.clear()
         self._batches = ()
         assert not self._softmax and not self._own
+
+    def _wait_for_sums(self, j: int) -> None:
+        handle = self._corrected.pop(j, None)
+        if handle is not None:
+            handle.wait()
 
     def _wait(self, kind: ActionKind, first: bool, j: int) -> Tensor:
         work, tensor = self._pending.pop((kind, first, j))
@@ -279,15 +297,18 @@ class Vocabulary:
     @torch.no_grad()
     def _embed(self, j: int) -> None:
         assert self.module.embedding is not None
+        self.take(K.E)
         local, here = self._local(self._batches[j][0])
         rows = nn.functional.embedding(local, self.module.embedding.tokens.weight)
         rows = rows.masked_fill_(~here.unsqueeze(-1), 0.0)
         self._own[K.COMBINE, True, j] = rows.to(self.wire.dtype)
+        self._combine(j, first=True)
 
     @torch.no_grad()
     def _embedding_gradient(self, j: int) -> None:
         assert self.module.embedding is not None
         grad = self._wait(K.SHARE, True, j)
+        self.take(K.D)
         local, here = self._local(self._batches[j][0])
         weight = self.module.embedding.tokens.weight
         grad = grad.masked_fill(~here.unsqueeze(-1), 0.0).to(weight.dtype)
@@ -298,6 +319,7 @@ class Vocabulary:
     @torch.no_grad()
     def _logits(self, j: int) -> None:
         x_BSH = self._wait(K.SHARE, False, j)
+        self.take(K.S)
         if self.tensor is not None and self.tensor.sequence:
             x_BSH = self.tensor.gather(x_BSH)
         x = x_BSH.flatten(0, 1)
@@ -313,47 +335,50 @@ class Vocabulary:
         )
         if self.barriers == 1:
             softmax.grad = (weights.to(x.dtype) @ rows).float()
+        sums = self._correct if self.barriers == 1 else self._reduce_stats
+        self._corrected[j] = self.lane.run(lambda: sums(j))
 
-    def _reduce_stats(self, softmax: _Softmax) -> None:
+    def _reduce_stats(self, j: int) -> None:
         """From this rank's rows to all: maximum, sum and the target's logit."""
+        softmax = self._softmax[j]
         highest = softmax.highest.clone()
-        self._all_reduce(highest, dist.ReduceOp.MAX)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.sums)
         factor = (softmax.highest - highest).exp_()
         sums = torch.stack((softmax.total * factor, softmax.logit))
-        self._all_reduce(sums, dist.ReduceOp.SUM)
+        dist.all_reduce(sums, group=self.sums)
         softmax.total, softmax.logit = sums.unbind()
         softmax.highest = highest
         softmax.weights.mul_((factor / softmax.total).unsqueeze(-1))
         if softmax.grad is not None:
             softmax.grad.mul_((factor / softmax.total).unsqueeze(-1))
 
-    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        dist.all_reduce(tensor, op=op, group=self.group)
-        if self.tensor is not None:
-            dist.all_reduce(tensor, op=op, group=self.tensor.group)
-
-    def _correct(self, j: int, *, root: bool) -> None:
-        """One barrier: the gradient of the output, once maximum and sum of all are known."""
+    def _correct(self, j: int) -> None:
+        """One barrier: the gradient of the output, once maximum and sum of all are known, to the
+        root. Beside the passes, which would otherwise wait for the last rank's."""
+        self._reduce_stats(j)
         softmax = self._softmax[j]
-        self._reduce_stats(softmax)
         grad = softmax.grad
         assert grad is not None
         rows = self._rows[softmax.target].float()
         grad -= rows.masked_fill_(~softmax.here.unsqueeze(-1), 0.0)
         softmax.grad = None
         self._give_gradient(j, grad)
-        if root:
-            self._note_loss(softmax)
+        self._note_loss(softmax)
+        self._combine(j, first=False)
 
     @torch.no_grad()
     def _output_gradient(self, j: int) -> None:
-        softmax = self._softmax[j] if self.barriers == 2 else self._softmax.pop(j)
+        self._wait_for_sums(j)
+        self.take(K.T)
+        softmax = self._softmax.pop(j)
         grad = softmax.weights  # a softmax since the ranks' sums are known
         ones = softmax.here.unsqueeze(-1).to(grad.dtype)
         grad.scatter_add_(-1, softmax.target.unsqueeze(-1), -ones)
         grad = grad.to(softmax.x.dtype)
         if self.barriers == 2:
+            self._note_loss(softmax)
             self._give_gradient(j, (grad @ self._rows.to(grad.dtype)).float())
+            self._combine(j, first=False)
         scale = self.scale / len(softmax.x)
         add_weight_grad(
             self._rows, (grad * scale).to(self._rows.dtype), softmax.x.to(self._rows.dtype)
@@ -365,7 +390,8 @@ class Vocabulary:
         self._own[K.COMBINE, False, j] = grad.to(self.wire.dtype).view(samples, -1, grad.shape[-1])
 
     def _note_loss(self, softmax: _Softmax) -> None:
-        self.losses.append((softmax.total.log() + softmax.highest - softmax.logit).mean())
+        if self.rank == self.roots[1]:
+            self.losses.append((softmax.total.log() + softmax.highest - softmax.logit).mean())
 
 
 def _micro_batch(action: Action) -> int:

@@ -127,11 +127,9 @@ def layer_time(
             ring_time = wires.gather(kv * ring, wires.group((ring, strides["cp"] * near)))
         forward.cp = max(0.0, ring_time - 0.8 * forward.attention)
         backward.cp = max(0.0, 2.0 * ring_time - 0.8 * backward.attention)
-        if near > 1:
-            handed = 2.0 * tokens * exchanged_heads(model.heads / tp, model.kv_heads / tp, near)
-            swap = wires.all_to_all(handed * model.head_dim, wires.group((near, strides["cp"])))
-            forward.cp += swap
-            backward.cp += swap
+        swap = head_exchange_time(work, wires, plan)
+        forward.cp += swap
+        backward.cp += swap
 
     recompute = Seconds()
     if plan.recompute in ("full", "stage"):
@@ -168,6 +166,16 @@ def pieces(work: Workload, plan: Strategy) -> tuple[int, float]:
     at_once = min(tokens, float(plan.micro_batch * plan.stream * split))
     count = math.ceil(tokens / at_once)
     return count, tokens / count
+
+
+def head_exchange_time(work: Workload, wires: Wires, plan: Strategy) -> float:
+    """Seconds in which context-parallel neighbours exchange heads in a block's forward pass."""
+    model, near, tp = work.model, plan.exchange, plan.layout.tp
+    if near == 1:
+        return 0.0
+    tokens = plan.micro_batch * work.sequence / plan.layout.cp
+    handed = 2.0 * tokens * exchanged_heads(model.heads / tp, model.kv_heads / tp, near)
+    return wires.all_to_all(handed * model.head_dim, wires.group((near, plan.strides()["cp"])))
 
 
 def head_time(work: Workload, device: Device, wires: Wires, plan: Strategy) -> float:

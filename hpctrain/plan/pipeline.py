@@ -78,7 +78,12 @@ def has_form(schedule: str) -> bool:
 
 @lru_cache(maxsize=256)
 def simulated(
-    schedule: str, ranks: int, chunks: int, micro_batches: int, ratios: tuple[float, float]
+    schedule: str,
+    ranks: int,
+    chunks: int,
+    micro_batches: int,
+    ratios: tuple[float, float],
+    rows: float = 0.0,
 ) -> tuple[float, tuple[float, ...]]:
     """Bubble in units of the forward pass, and micro-batches each rank holds, by simulation.
 
@@ -86,10 +91,37 @@ def simulated(
         schedule: name in hpctrain.schedule.
         ranks, chunks, micro_batches: p, v, m.
         ratios: seconds of input- and weight-gradient pass over those of the forward pass.
+        rows: those of a rank's rows of the output layer, all passes, over the same; for schedules
+            that spread the vocabulary.
     """
     from hpctrain.schedule import Costs, make, simulate
 
     table = make(schedule, ranks=ranks, micro_batches=micro_batches, chunks=chunks, transfers=False)
-    timeline = simulate(table, Costs(forward=1.0, input_grad=ratios[0], weight_grad=ratios[1]))
-    ideal = micro_batches * (1.0 + ratios[0] + ratios[1])
+    early = 2.0 if table.vocabulary == 1 else 1.0  # thirds of them before the ranks' sums are known
+    costs = Costs(
+        forward=1.0,
+        input_grad=ratios[0],
+        weight_grad=ratios[1],
+        vocabulary_forward=early / 3.0 * rows,
+        vocabulary_weight_grad=(3.0 - early) / 3.0 * rows,
+    )
+    timeline = simulate(table, costs)
+    ideal = micro_batches * (1.0 + ratios[0] + ratios[1] + (rows if table.vocabulary else 0.0))
     return timeline.makespan - ideal, timeline.peak_activations
+
+
+@lru_cache(maxsize=256)
+def ends_apart(schedule: str, ranks: int, chunks: int, micro_batches: int) -> bool:
+    """Whether embedding and output layer lie whole on two ranks; arguments as ``simulated``."""
+    if has_form(schedule):
+        return True
+    from hpctrain.schedule import make
+
+    table = make(schedule, ranks=ranks, micro_batches=micro_batches, chunks=chunks, transfers=False)
+    route = table.stages.routes[0]
+    return route[0] != route[-1] and not table.vocabulary
+
+
+def spreads_vocabulary(schedule: str) -> bool:
+    """Whether embedding and output layer are cut over all ranks of a pipeline."""
+    return "vocab" in schedule.split("+")[1:]

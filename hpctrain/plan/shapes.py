@@ -128,6 +128,11 @@ class ModelShape:
         whole = self.whole_parameters
         return (self.layer_parameters - self.expert_parameters - whole) / tp + whole
 
+    def local_dense_parameters(self, tp: int) -> float:
+        """Parameters of one of the ``dense_layers`` on a rank of ``tp``."""
+        whole = self.whole_parameters
+        return (self.dense_layer_parameters - whole) / tp + whole
+
     @property
     def dense_layer_parameters(self) -> int:
         """One of the ``dense_layers``."""

@@ -2,20 +2,22 @@
 
 The same passes and links as hpctrain.plan.emulation gives the ranks, for jobs that are too large
 to be given ranks. One pipeline stands for all: data-parallel replicas are alike, and what they
-exchange is added as the planner sees it.
+exchange runs beside its passes (hpctrain.plan.simulated_data).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hpctrain.machine import Machine
-from hpctrain.plan.emulation import check_emulated
-from hpctrain.plan.inputs import Strategy, Workload
+from hpctrain.plan.collectives import Group
+from hpctrain.plan.emulation import check_emulated, vocabulary_passes
+from hpctrain.plan.inputs import Strategy
 from hpctrain.plan.plan import Plan, make_plan
-from hpctrain.plan.seconds import LayerTime
+from hpctrain.plan.simulated_data import Block, gathered_once, sharded, summed, summed_after
 from hpctrain.plan.steptime import StepModel
-from hpctrain.schedule import Costs, simulate
+from hpctrain.schedule import ActionKind, Costs, Schedule, simulate
 from hpctrain.schedule.job import plan_pipeline, stage_layers
 from hpctrain.spec.job import JobSpec
 
@@ -45,41 +47,6 @@ class SimulatedStep:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Seconds of one block and micro-batch: passes, and what its ranks say to each other."""
-
-    forward: float
-    inputs: float
-    weights: float
-    ahead: dict[str, float]
-    back: dict[str, float]
-
-    @classmethod
-    def of(cls, time: LayerTime, tensor: float, strategy: Strategy) -> _Block:
-        """Of the planner's block, whose tensor-parallel messages nothing hides: ``tensor``."""
-        again = time.recompute
-        inputs = time.backward.total - time.backward.communication - time.weights
-        # Under sequence parallelism the weight gradients gather both regions' inputs once more.
-        back = tensor * (1.5 if strategy.sequence_parallel else 1.0)
-        if strategy.recompute in ("full", "stage"):
-            back += tensor
-        return cls(
-            time.forward.total - time.forward.communication,
-            inputs + again.total - again.communication,
-            time.weights,
-            {"tp": tensor, "cp": time.forward.cp, "ep": time.forward.ep},
-            {
-                "tp": back,
-                "cp": time.backward.cp + again.cp,
-                "ep": time.backward.ep + again.ep,
-            },
-        )
-
-    def talk(self, axis: str) -> float:
-        return self.ahead[axis] + self.back[axis]
-
-
 def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     """The step of a resolved job.
 
@@ -92,9 +59,9 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     work, strategy = plan.work, plan.strategy
     model = StepModel(work)
     usual, dense, head, embedding = model.layer(strategy)
-    tensor = _tensor(model, work, strategy)
-    block = _Block.of(usual, tensor, strategy)
-    first = block if dense is None else _Block.of(dense, tensor, strategy)
+    tensor = _tensor(model, strategy)
+    block = Block.of(usual, tensor, strategy)
+    first = block if dense is None else Block.of(dense, tensor, strategy)
     assert spec.model.layers is not None
     early = work.model.dense_layers if dense is not None else 0
     blocks = [first if number < early else block for number in range(spec.model.layers)]
@@ -102,37 +69,43 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     split = plan.step.split
     # The two copies of a tied embedding are summed by messages between the pipeline's ends.
     tied = model.state(strategy, model.pipe(strategy).layers).tied
-    data = split["gradient reduction"] - tied + split["sharded state"]
+    data = split["gradient reduction"] - tied
     update = split["optimizer"] + work.values.step_seconds
     schedule = plan_pipeline(spec)
     if schedule is None:
         passes = sum(b.forward + b.inputs + b.weights for b in blocks) + head + embedding
         compute = micro * passes
         talk = {axis: micro * sum(b.talk(axis) for b in blocks) for axis in block.ahead}
+        if strategy.states.fully_sharded:
+            seconds = sharded(model, strategy, blocks, (embedding, head))
+            data = seconds - compute - sum(talk.values())
+        elif data:
+            seconds = summed(model, strategy, blocks, (embedding, head))
+            data = seconds - compute - sum(talk.values())
         seconds = compute + sum(talk.values()) + data + update
         return SimulatedStep(seconds, compute + update, talk, 0.0, data, update, 0.0, plan)
-    stages = [
-        [blocks[layer] for layer in layers]
-        for layers in stage_layers(spec, spec.model.layers, schedule.stages.stages)
-    ]
-    ends = [0.0] * len(stages)
-    ends[0] += embedding / 3.0
-    ends[-1] += head / 3.0
-    pairs = list(zip(stages, ends, strict=True))
-    costs = Costs(
-        forward=tuple(sum(b.forward + sum(b.ahead.values()) for b in s) + end for s, end in pairs),
-        input_grad=tuple(sum(b.inputs + sum(b.back.values()) for b in s) + end for s, end in pairs),
-        weight_grad=tuple(sum(b.weights for b in s) + end for s, end in pairs),
-        transfer=_transfers(model, work, strategy, machine),
-    )
+    numbers = stage_layers(spec, spec.model.layers, schedule.stages.stages)
+    stages = [[blocks[layer] for layer in layers] for layers in numbers]
+    costs = _costs(model, strategy, schedule, stages, (embedding, head))
     timeline = simulate(schedule, costs)
+    passes = timeline.makespan
+    if strategy.states.fully_sharded:
+        gather, scattered = gathered_once(model, strategy, blocks[-1])
+        if any(a.kind is ActionKind.GATHER for a in schedule.actions[0]):
+            timeline = simulate(schedule, replace(costs, gather=gather, scatter=scattered))
+            data = timeline.makespan - passes
+        else:
+            rest = summed_after(model, strategy, schedule, timeline, numbers, scattered)
+            data = gather + rest
+    elif data:
+        data = summed_after(model, strategy, schedule, timeline, numbers)
     mine = [b for _, stage in schedule.stages.held[0] for b in stages[stage]]
     talk = {axis: micro * sum(b.talk(axis) for b in mine) for axis in block.ahead}
     return SimulatedStep(
-        seconds=timeline.makespan + tied + data + update,
+        seconds=passes + tied + data + update,
         compute=timeline.busy[0] - sum(talk.values()) + update,
         talk=talk,
-        pipeline=timeline.makespan - timeline.busy[0] + tied,
+        pipeline=passes - timeline.busy[0] + tied,
         data=data,
         update=update,
         bubble=timeline.bubble_fraction,
@@ -140,25 +113,78 @@ def simulate_step(spec: JobSpec, machine: Machine) -> SimulatedStep:
     )
 
 
-def _tensor(model: StepModel, work: Workload, strategy: Strategy) -> float:
+def _costs(
+    model: StepModel,
+    strategy: Strategy,
+    schedule: Schedule,
+    stages: Sequence[Sequence[Block]],
+    outside: tuple[float, float],
+) -> Costs:
+    """Seconds of the passes and messages of a pipeline whose embedding and output layer take
+    ``outside`` seconds a micro-batch."""
+    embedding, head = outside
+    ends = [0.0] * len(stages)
+    if not schedule.vocabulary:
+        ends[0] += embedding / 3.0
+        ends[-1] += head / 3.0
+    pairs = list(zip(stages, ends, strict=True))
+    costs = Costs(
+        forward=tuple(sum(b.onward for b in s) + end for s, end in pairs),
+        input_grad=tuple(sum(b.backward - b.weights for b in s) + end for s, end in pairs),
+        weight_grad=tuple(sum(b.weights for b in s) + end for s, end in pairs),
+        transfer=_transfers(model, strategy),
+    )
+    if schedule.vocabulary:
+        rows = vocabulary_passes(schedule, head, embedding)
+        group = _group(model, strategy, "pp")
+        costs = replace(
+            costs,
+            vocabulary_forward=rows["S"],
+            vocabulary_weight_grad=rows["T"],
+            embedding=rows["E"],
+            embedding_grad=rows["D"],
+            collective=model.wires.gather(_activation(model, strategy), group),
+        )
+    if len(schedule.stages.routes) > 1:
+        costs = replace(costs, reduce=_copies(model, strategy))
+    return costs
+
+
+def _copies(model: StepModel, strategy: Strategy) -> float:
+    """Seconds in which two ranks exchange the gradients of a stage that both hold."""
+    shape, layout = model.work.model, strategy.layout
+    count = max(model.layers_of(strategy)) * shape.local_layer_parameters(layout.tp)
+    count += shape.vocab * shape.hidden / layout.tp
+    moved = model.work.gradient_bytes * count
+    return model.wires.exchange(moved, layout.pp, strategy.strides()["pp"]) / 2.0
+
+
+def _tensor(model: StepModel, strategy: Strategy) -> float:
     """Seconds of tensor-parallel communication in a block's forward: the two regions are entered
     and left, by gathering and scattering (half an all-reduce each) or by an all-reduce."""
     layout = strategy.layout
     if layout.tp == 1:
         return 0.0
+    whole = _activation(model, strategy)
+    return 4.0 * model.wires.gather(whole, _group(model, strategy, "tp"))
+
+
+def _activation(model: StepModel, strategy: Strategy) -> float:
+    """Bytes of the residual stream of a micro-batch, whole over a tensor-parallel group."""
+    work = model.work
     element = 4.0 if work.dtype == "fp32" else 2.0
-    whole = element * strategy.micro_batch * work.sequence / layout.cp * work.model.hidden
-    group = model.wires.group((layout.tp, strategy.strides()["tp"]))
-    return 4.0 * model.wires.gather(whole, group)
+    tokens = strategy.micro_batch * work.sequence / strategy.layout.cp
+    return element * tokens * work.model.hidden
 
 
-def _transfers(
-    model: StepModel, work: Workload, strategy: Strategy, machine: Machine
-) -> tuple[tuple[float, ...], ...]:
+def _group(model: StepModel, strategy: Strategy, axis: str) -> Group:
+    return model.wires.group((getattr(strategy.layout, axis), strategy.strides()[axis]))
+
+
+def _transfers(model: StepModel, strategy: Strategy) -> tuple[tuple[float, ...], ...]:
     """Seconds of a message between every two ranks of the first pipeline."""
-    layout, wires, platform = strategy.layout, model.wires, work.platform
-    element = 4.0 if work.dtype == "fp32" else 2.0
-    moved = element * strategy.micro_batch * work.sequence / layout.cp * work.model.hidden
+    layout, wires, platform = strategy.layout, model.wires, model.work.platform
+    moved = _activation(model, strategy)
     if layout.tp > 1 and strategy.sequence_parallel:
         moved /= layout.tp
     stride, per_node = strategy.strides()["pp"], platform.node_devices

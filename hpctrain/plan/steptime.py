@@ -16,7 +16,7 @@ from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.kernels import Device
 from hpctrain.plan.layer import embedding_time, head_time, layer_time
 from hpctrain.plan.memory import StageMemory, micro_batches_held, stage_memory
-from hpctrain.plan.pipeline import form_of, has_form, simulated
+from hpctrain.plan.pipeline import ends_apart, form_of, has_form, simulated, spreads_vocabulary
 from hpctrain.plan.seconds import LayerTime, Seconds
 
 _OPTIMIZER_BYTES = 30.0
@@ -178,6 +178,16 @@ def compose(
     return running, bubble, reduction, gathering
 
 
+@dataclass(frozen=True, slots=True)
+class ShardTimes:
+    """Seconds of one gathering and scattering: of a block, and of embedding and output layer."""
+
+    gather: float
+    scatter: float
+    ends_gather: float
+    ends_scatter: float
+
+
 class StepModel:
     """Step times of one workload under many strategies; blocks are computed once a shape."""
 
@@ -291,15 +301,16 @@ class StepModel:
         one = block.total
         ends = send * (1.0 if plan.virtual > 1 else 0.5) if pp > 1 else 0.0
         kinds, start, deepest = [], 0, 0
+        rows = head / pp if spreads_vocabulary(plan.schedule) else 0.0
         for layers, count in self.runs_of(plan):
-            seconds = layers * one
+            seconds = layers * one + rows
             if start == 0:
                 seconds += embedding + ends
                 if dense is not None:
                     few = min(layers, self.work.model.dense_layers)
                     seconds += few * (dense.total - one)
             if start + count == pp:
-                seconds += head + (ends if start else 0.0)
+                seconds += (0.0 if rows else head) + (ends if start else 0.0)
             elif start:
                 seconds += send
             kinds.append(StageKind(seconds, layers, count, start))
@@ -315,8 +326,12 @@ class StepModel:
                 idle = form.bubble(forward, inputs, block.weights, plan.virtual) / one
             else:
                 ratios = self.ratios(plan)
-                units, _ = simulated(plan.schedule, pp, plan.virtual, micro_batches, ratios)
-                bubble = units * max(kind.seconds for kind in kinds) * forward / one
+                slowest = max(kind.seconds for kind in kinds)
+                # The forward pass of a stage that is in step with the slowest one.
+                unit = slowest * forward / (one + rows / deepest)
+                share = round(rows / deepest / forward, 3)
+                units, _ = simulated(plan.schedule, pp, plan.virtual, micro_batches, ratios, share)
+                bubble = units * unit
         return Pipe(micro_batches, tuple(kinds), idle, bubble, send, head, deepest, block)
 
     def send(self, plan: Strategy) -> float:
@@ -349,6 +364,31 @@ class StepModel:
             both += 2.0 * self.wires.gather(whole, self.wires.group((layout.tp, strides["tp"])))
         return both * (1.0 - work.values.pp_overlap)
 
+    def shards(self, plan: Strategy, *, dense: bool = False) -> ShardTimes:
+        """Seconds of gathering and scattering one block and the ends, where states are sharded; of
+        a ``dense`` block among ones with experts, if it has to be."""
+        work, layout, wires, model = self.work, plan.layout, self.wires, self.work.model
+        strides = plan.strides()
+        inner = wires.group((layout.cp, strides["cp"]), (layout.dp_shard, strides["dp_shard"]))
+        edp = wires.group((layout.edp, layout.ep * layout.etp))
+        kept, gradient = 4.0 if work.dtype == "fp32" else 2.0, work.gradient_bytes
+        block = model.local_layer_parameters(layout.tp)
+        experts = model.expert_parameters / (layout.ep * layout.etp)
+        if dense:
+            block, experts = model.local_dense_parameters(layout.tp), 0.0
+        ends = (1 if model.tied else 2) * model.vocab * model.hidden / layout.tp
+        gather, scatter = wires.gather(kept * block, inner), wires.gather(gradient * block, inner)
+        if experts:
+            gather += wires.gather(kept * experts, edp)
+            scatter += wires.gather(gradient * experts, edp)
+        if layout.dp_replicate > 1:
+            across = wires.group((layout.dp_replicate, strides["dp_replicate"]))
+            shard = layout.dp_shard * layout.cp
+            scatter += wires.all_reduce(gradient * (block + experts) / shard, across)
+        return ShardTimes(
+            gather, scatter, wires.gather(kept * ends, inner), wires.gather(gradient * ends, inner)
+        )
+
     # ---- training state --------------------------------------------------------------------
 
     def state(self, plan: Strategy, layers: int) -> StateCost:
@@ -368,15 +408,14 @@ class StepModel:
         dense, routed = layers * block + copies * table, layers * experts
         size = layout.dp * layout.cp
         gradient = work.gradient_bytes
-        shard = layout.dp_shard * layout.cp
 
         moved = dense + routed
         if states.optimizer is not Placement.REPLICATED:
             wide = plan.optimizer_ranks
             moved = dense / wide + routed / min(layout.edp, wide)
         optimizer = self.device.stream(_OPTIMIZER_BYTES * moved)
-        tied = 0.0
-        if layout.pp > 1 and model.tied:
+        tied, pp, micro_batches = 0.0, layout.pp, work.micro_batches(plan)
+        if pp > 1 and model.tied and ends_apart(plan.schedule, pp, plan.virtual, micro_batches):
             ends = wires.group((2, strides["pp"] * (layout.pp - 1)))
             tied = wires.all_reduce(gradient * table, ends)
         if size == 1:
@@ -388,22 +427,18 @@ class StepModel:
         across = wires.group(far) if layout.dp_replicate > 1 else None
         edp = wires.group((layout.edp, layout.ep * layout.etp))
         if states.fully_sharded:
-            gathers = 1.0 if states.parameters is Placement.MATERIALISED else 2.0
-            kept = 4.0 if work.dtype == "fp32" else 2.0
-            ends_bytes = (1 if model.tied else 2) * table
-            gather = gathers * wires.gather(kept * block, inner)
-            scatter = wires.gather(gradient * block, inner)
-            ends_gather = wires.gather(kept * ends_bytes, inner)
-            ends_scatter = wires.gather(gradient * ends_bytes, inner)
-            if experts:
-                gather += gathers * wires.gather(kept * experts, edp)
-                scatter += wires.gather(gradient * experts, edp)
-            if across is not None:
-                scatter += wires.all_reduce(gradient * (block + experts) / shard, across)
-            if work.stack.accumulates_whole and work.micro_batches(plan) > 1:
-                once = layers * scatter + ends_scatter
-                return StateCost(once, optimizer, tied, gather, ends_gather)
-            return StateCost(0.0, optimizer, tied, gather + scatter, ends_gather + ends_scatter)
+            times = self.shards(plan)
+            if work.stack.sums_after_pipeline and layout.pp > 1:
+                once = (
+                    layers * (times.gather + times.scatter) + times.ends_gather + times.ends_scatter
+                )
+                return StateCost(once, optimizer, tied)
+            gather = (1.0 if states.parameters is Placement.MATERIALISED else 2.0) * times.gather
+            if work.stack.accumulates_whole and micro_batches > 1:
+                once = layers * times.scatter + times.ends_scatter
+                return StateCost(once, optimizer, tied, gather, times.ends_gather)
+            outside = times.ends_gather + times.ends_scatter
+            return StateCost(0.0, optimizer, tied, gather + times.scatter, outside)
 
         seconds = 0.0
         whole = wires.group(*near, far)
@@ -417,6 +452,7 @@ class StepModel:
                 # sharded within a part of the data-parallel ranks, copies across them
                 seconds += wires.gather(gradient * count, inner)
                 seconds += wires.gather(work.weight_bytes * count, inner)
+                shard = layout.dp_shard * layout.cp
                 seconds += wires.all_reduce(gradient * count / shard, across)
                 continue
             sharded = states.gradients is not Placement.REPLICATED

@@ -53,7 +53,7 @@ class Counter:
     """Counts communication by axis; safe to use from several threads.
 
     Attributes:
-        links: of an emulated machine, which hold every operation for as long as theirs would.
+        links: of an emulated machine, whose time every operation takes.
     """
 
     def __init__(self) -> None:
@@ -101,11 +101,15 @@ class Counter:
     @contextmanager
     def during(self, axis: str) -> Iterator[None]:
         """The body is time of communication on ``axis``, for example waiting for a message."""
-        began = time.perf_counter()
+        began = self.now()
         try:
             yield
         finally:
-            self._spans.append((axis, began, time.perf_counter()))
+            self._spans.append((axis, began, self.now()))
+
+    def now(self) -> float:
+        """Seconds of the clock that all that is noted here goes by."""
+        return time.perf_counter() if self.links is None else self.links.clock.now
 
     def compute(self, seconds: float) -> None:
         """Note time of computing, where somebody knows it."""
@@ -237,6 +241,11 @@ class Counter:
         for name, (operation, group_at, payload) in _OPERATORS.items():
             self._put_before(name, operation, group_at, payload)
 
+    def emulate(self, links: EmulatedLinks) -> None:
+        """Let communication take the time of an emulated machine's links; after install()."""
+        self.links = links
+        self._put_before_receives()
+
     def close(self) -> None:
         """PyTorch's own kernels again."""
         if self.links is not None:
@@ -248,20 +257,24 @@ class Counter:
 
     def _put_before(self, name: str, operation: str, group_at: int, payload: Payload) -> None:
         operator = getattr(torch.ops.c10d, name).default
+        root_at = _ROOTS.get(name)
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         timed = self._timed and operation != "send"  # a message has no future to ask
         notes, spans, clock = self._notes, self._spans, time.perf_counter
 
         def counted(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-            if self.links is not None and operation != "barrier":
-                return emulated(self.links, keys, *args)
+            links = self.links
+            if links is not None and operation != "barrier" and links.clock.mine:
+                return emulated(links, keys, *args)
+            # What other threads do has no part in an emulated machine's time.
+            take_time = timed and links is None
             began = clock()
             # Releases the GIL, as PyTorch's own calls do. Starting an operation with it held can
             # deadlock: gloo's thread wants it to drop a callback while it holds gloo's queue.
             result = operator.redispatch(keys & after, *args)
             group = args[group_at]
             notes.append((operation, group, *payload(args)))
-            if timed:
+            if take_time:
                 work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
                 # The one truth value among the arguments is async_op: without it the caller
                 # waits at once, and so can we.
@@ -277,7 +290,7 @@ class Counter:
 
         def emulated(links: EmulatedLinks, keys: torch._C.DispatchKeySet, *args: Any) -> Any:
             """As counted, but on the links of an emulated machine."""
-            began, group = clock(), args[group_at]
+            group = args[group_at]
             size, parts = payload(args)
             notes.append((operation, group, size, parts))
             ours = dist.ProcessGroup.unbox(group)
@@ -287,20 +300,36 @@ class Counter:
                 return operator.redispatch(keys & after, *args)
 
             if operation == "send":
-                return links.send(axis, ours, int(args[2]), size, start, args[0]).boxed()
-            result = start()
-            seconds = links.seconds(axis, operation, size)
-            work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+                return links.send(axis, ours, int(args[2]), size, int(args[3]), start, args[0])
+            if not _grows_with_model(args):
+                size = 0  # counts and marks, whatever the model's width
+            root = None if root_at is None else int(args[root_at])
             if any(one is False for one in args):
-                links.wait((axis, operation, size), began, work, seconds)
-                spans.append((group, began, clock()))
+                result, began, ended = links.wait(axis, operation, size, ours, root, start)
+                spans.append((group, began, ended))
                 return result
-            held = links.later(
-                axis, work, seconds, lambda: spans.append((group, began, clock()))
-            ).boxed()
-            return (*result[:-1], held) if isinstance(result, tuple) else held
+            return links.later(
+                axis, operation, size, ours, root, start,
+                lambda began, ended: spans.append((group, began, ended)),
+            )  # fmt: skip
 
         self._library.impl(operator, counted, "BackendSelect", with_keyset=True)
+
+    def _put_before_receives(self) -> None:
+        """Messages count where they are sent, but take their time where they arrive."""
+        operator = torch.ops.c10d.recv_.default
+        after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+        def receive(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+            links = self.links
+            if links is None or not links.clock.mine:
+                return operator.redispatch(keys & after, *args)
+            group = dist.ProcessGroup.unbox(args[1])
+            return links.receive(
+                group, int(args[2]), int(args[3]), lambda: operator.redispatch(keys & after, *args)
+            )
+
+        self._library.impl(operator, receive, "BackendSelect", with_keyset=True)
 
 
 def _when_done(work: dist.Work, note: Callable[[], None]) -> None:
@@ -343,6 +372,16 @@ def _bytes(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes
     return sum(map(_bytes, tensors))
+
+
+def _grows_with_model(args: Sequence[Any]) -> bool:
+    """Whether an operation's tensors hold numbers, or bytes of such: no counts, no marks."""
+    for one in args:
+        while isinstance(one, list | tuple) and one:
+            one = one[0]
+        if isinstance(one, torch.Tensor):
+            return one.is_floating_point() or one.dtype == torch.uint8
+    return False
 
 
 def _first(args: Sequence[Any]) -> tuple[int, None]:
@@ -394,3 +433,6 @@ _OPERATORS: dict[str, tuple[str, int, Payload]] = {
     "send": ("send", 1, _first),
     "barrier": ("barrier", 1, _nothing),
 }
+
+_ROOTS = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3}
+"""Operator -> which argument is the root, by its place in the group."""

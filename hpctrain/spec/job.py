@@ -45,12 +45,11 @@ from hpctrain.spec.parallel import (
 from hpctrain.spec.sequence import SequenceSplit
 from hpctrain.spec.slurm import SlurmSpec
 from hpctrain.spec.training import DataSpec, TrainSpec
-from hpctrain.spec.yaml_tree import plain
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-_EMULATED = re.compile(r"(emulate|simulate):(?:([\d.e+]+)\*)?(.+)")
+_EMULATED = re.compile(r"(emulate|simulate):(.+)")
 
 
 def _machine(value: Any) -> Any:
@@ -58,29 +57,21 @@ def _machine(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     how = "simulate" if "simulate" in value else "emulate"
-    if how not in value or set(value) - ({"emulate", "slower"} if how == "emulate" else {how}):
+    if set(value) != {how}:
         raise ValueError(
             f"found the keys {', '.join(map(str, value)) or 'none'}; a machine's name or "
-            "{emulate: NAME, slower: N} or {simulate: NAME} belongs here"
+            "{emulate: NAME} or {simulate: NAME} belongs here"
         )
     name = value[how]
     name = name if isinstance(name, str) else getattr(name, "raw", None)
     if not isinstance(name, str) or not name:
         raise ValueError(f"found {how}: {show(value[how])}; a machine's name belongs here")
-    if "slower" not in value:
-        return f"{how}:{name}"
-    factor = plain(value["slower"])
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < 1e6:
-        raise ValueError(f"found slower: {show(value['slower'])}; a number from 1 on belongs here")
-    return f"emulate:{factor:g}*{name}"
+    return f"{how}:{name}"
 
 
 def _as_given(value: str) -> Any:
     found = _EMULATED.fullmatch(value)
-    if found is None:
-        return value
-    slower = {} if found[2] is None else {"slower": float(found[2])}
-    return {found[1]: found[3]} | slower
+    return value if found is None else {found[1]: found[2]}
 
 
 MachineName = Annotated[
@@ -92,27 +83,20 @@ MachineName = Annotated[
         {
             "anyOf": [
                 {"type": "string"},
-                {
-                    "type": "object",
-                    "properties": {
-                        "emulate": {"type": "string"},
-                        "slower": {"type": "number", "minimum": 1},
-                    },
-                    "required": ["emulate"],
-                    "additionalProperties": False,
-                },
-                {
-                    "type": "object",
-                    "properties": {"simulate": {"type": "string"}},
-                    "required": ["simulate"],
-                    "additionalProperties": False,
-                },
+                *(
+                    {
+                        "type": "object",
+                        "properties": {how: {"type": "string"}},
+                        "required": [how],
+                        "additionalProperties": False,
+                    }
+                    for how in ("emulate", "simulate")
+                ),
             ]
         }
     ),
 ]
-"""A machine's name; of an emulated one ``emulate:NAME`` or ``emulate:SLOWER*NAME``, of a simulated
-one ``simulate:NAME``."""
+"""A machine's name; of an emulated one ``emulate:NAME``, of a simulated one ``simulate:NAME``."""
 
 
 class JobSpec(Section):
@@ -132,22 +116,14 @@ class JobSpec(Section):
     def machine_name(self) -> str:
         """Name or path of the machine, of an emulated one too."""
         found = _EMULATED.fullmatch(self.machine)
-        return self.machine if found is None else found[3]
-
-    @property
-    def slower(self) -> float | None:
-        """How many times longer than on the emulated machine everything takes here; None leaves
-        it to the number of ranks and cores."""
-        found = _EMULATED.fullmatch(self.machine)
-        return None if found is None or found[2] is None else float(found[2])
+        return self.machine if found is None else found[2]
 
     name: Line = Field("job", description="Name of the run; starts its run directory's name.")
     machine: MachineName = Field(
         "local",
         description="Machine the job runs on: a site name, or the path of a site file; or "
-        "{emulate: NAME, slower: N}, which runs the job's ranks on this machine with the times of "
-        "that one, N times slower so that few cores can follow [N by ranks and cores]; or "
-        "{simulate: NAME}, without ranks.",
+        "{emulate: NAME}, which runs the job's ranks on this machine with the times of that one; "
+        "or {simulate: NAME}, without ranks.",
     )
     nodes: Count = Field(1, description="Nodes.")
     ranks_per_node: AutoCount = Field(

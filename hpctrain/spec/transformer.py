@@ -77,12 +77,18 @@ class TransformerDims:
         return self.layers if self.moe is None else min(self.moe.dense_layers, self.layers)
 
     @property
+    def routed_parameters(self) -> int:
+        """Parameters of all routed experts of a block; 0 in a dense model."""
+        moe = self.moe
+        return 0 if moe is None else moe.experts * self._matrices * self.hidden * moe.hidden
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one block: one with all its experts, in a model that has any."""
         moe = self.moe
         if moe is None:
             return self.dense_layer_parameters
-        routed = moe.experts * self._matrices * self.hidden * moe.hidden
+        routed = self.routed_parameters
         shared = self._ffn_parameters(moe.shared * moe.hidden) if moe.shared else 0
         router = self.hidden * moe.experts
         return self._attention_parameters + router + routed + shared + 2 * self.norm_parameters

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hpctrain.rundir import RunDir
     from hpctrain.runtime.context import RankContext
+    from hpctrain.runtime.counting import Counter
     from hpctrain.spec.job import JobSpec
 
 _SAMPLES = 2**20
@@ -31,20 +32,21 @@ class Emulation:
     Attributes:
         spec: the job with a model just wide enough for its cut.
         passes: seconds of the passes of its blocks.
-        update_seconds: of the optimizer's step, with what else is fixed in a step.
         tokens: a sample of the job's own model, for the records.
-        slower: that all times are, which the records are not.
     """
 
     spec: JobSpec
     passes: Passes
-    update_seconds: float
     tokens: int
-    slower: float
+    _update_seconds: float
+    _links: EmulatedLinks
+    _counter: Counter
 
     @classmethod
     def read(cls, run: RunDir, spec: JobSpec, context: RankContext) -> Emulation:
         """Take the run's table; the links of ``context`` are those of the emulated machine then.
+
+        Collective over all ranks.
 
         Raises:
             UsageError: there is no table, or it is damaged.
@@ -54,18 +56,20 @@ class Emulation:
         try:
             assert table is not None
             forward, inputs, weights = table["block"]
-            links = EmulatedLinks(table, context.rank)
+            links = EmulatedLinks(table, context.rank, context.comm)
             counter = context.communicators.counter
-            counter.links = links
+            counter.emulate(links)
             return cls(
                 spec=shadow(spec),
                 passes=Passes(
                     forward, inputs, weights, table["head"], table["embedding"],
-                    blocked=lambda: links.blocked, note=counter.compute,
+                    dense=table["dense"] and tuple(table["dense"]),
+                    vocabulary=table["vocabulary"], pace=links.clock, note=counter.compute,
                 ),
-                update_seconds=table["optimizer"] + table["step"],
                 tokens=spec.data.sequence_length,
-                slower=float(table["slower"]),
+                _update_seconds=table["optimizer"] + table["step"],
+                _links=links,
+                _counter=counter,
             )  # fmt: skip
         except (AssertionError, KeyError, TypeError, ValueError):
             raise UsageError(
@@ -73,9 +77,28 @@ class Emulation:
                 hint="hpctrain submit writes it",
             ) from None
 
+    def update(self) -> None:
+        """The time of the optimizer's step, and what else is fixed in a step, once all gradients
+        are there."""
+        self._links.drain()
+        self._links.clock.spend(self._update_seconds)
+        self._counter.compute(self._update_seconds)
+
+    def step_over(self, comm: Any) -> None:
+        """All ranks have agreed to go on: their clocks show the same. Collective."""
+        clock = self._links.clock
+        clock.reach(comm.allreduce(clock.now, op=_max()))
+        clock.anchor()
+
     def source(self) -> TokensOfNoFile:
         """Samples that no file holds: what they are makes no difference to time."""
         return TokensOfNoFile(self.spec, self.tokens)
+
+
+def _max() -> Any:
+    from mpi4py import MPI
+
+    return MPI.MAX
 
 
 class TokensOfNoFile:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.spec.job import JobSpec
     from hpctrain.train.checkpointing import Checkpointer
     from hpctrain.train.data import Batches
+    from hpctrain.train.emulation import Emulation
     from hpctrain.train.state import TrainState
     from hpctrain.train.step import Stepper
 
@@ -38,8 +39,7 @@ class Trainer:
     recorder: Recorder
     stopwatch: StopWatch
     monitor: Monitor
-    slower: float = 1.0
-    """How many times slower an emulated machine runs here than its records say."""
+    emulation: Emulation | None = None
     _step_seconds: float = 0.0
 
     def run(self) -> str:
@@ -69,9 +69,10 @@ class Trainer:
         state, batches = self.state, self.batches
         monitor, number = self.monitor, state.step + 1
         monitor.mark("data", number)
-        began = time.perf_counter()
+        counter = self.context.communicators.counter
+        really, began = time.perf_counter(), counter.now()
         micro_batches = list(batches.next_step())
-        data_seconds = time.perf_counter() - began
+        data_seconds = counter.now() - began
         if monitor.looks_at(number):
             monitor.compare_gradients(self.stepper, number, micro_batches[0])
         monitor.mark("forward_backward")
@@ -79,9 +80,11 @@ class Trainer:
         monitor.mark("update")
         norm = self.stepper.update(state.step + 1)
         mean_loss, grad_norm = float(loss), float(norm)  # waits for the device
-        seconds = time.perf_counter() - began
+        seconds = counter.now() - began
         monitor.mark("agree")
         agreed = agree(self.context.comm, mean_loss, seconds, self.stopwatch.reason())
+        if self.emulation is not None:
+            self.emulation.step_over(self.context.comm)
         self._step_seconds = agreed.seconds
         state.step += 1
         state.tokens += batches.units_per_step
@@ -93,11 +96,10 @@ class Trainer:
                 hint=f"the last checkpoint is step {self.recorder.durable_step}; resume from it "
                 "with a lower train.lr or more schedule.warmup_steps, or look at the data",
             )
-        counter = self.context.communicators.counter
         logged = state.step % self.spec.train.log_every == 0 or state.step == self.spec.train.steps
-        comm = self._communication() if logged else {}
-        monitor.step(seconds / self.slower, data_seconds / self.slower, comm if logged else None)
-        seen = self.stepper.take_loads() if logged else None
+        comm = counter.take() if logged else {}
+        monitor.step(seconds, data_seconds, comm if logged else None, time.perf_counter() - really)
+        seen = self.stepper.take_loads() if logged and self.emulation is None else None
         experts = {} if seen is None else agree_on_loads(self.context.comm, seen)
         if logged:
             self.recorder.step(
@@ -108,24 +110,17 @@ class Trainer:
                     lr=learning_rate(state.step, self.spec.train),
                     grad_norm=grad_norm,
                     tokens=state.tokens,
-                    step_seconds=agreed.seconds / self.slower,
-                    tokens_per_second=batches.units_per_step / agreed.seconds * self.slower,
-                    data_seconds=data_seconds / self.slower,
-                    checkpoint_seconds=self.checkpointer.take_blocked_seconds() / self.slower,
+                    step_seconds=agreed.seconds,
+                    tokens_per_second=batches.units_per_step / agreed.seconds,
+                    data_seconds=data_seconds,
+                    checkpoint_seconds=self.checkpointer.take_blocked_seconds(),
                     memory_bytes=peak_memory(self.context.device),
                     comm=comm,
-                    compute_seconds=counter.take_computed() / self.slower,
+                    compute_seconds=counter.take_computed(),
                     experts=experts,
                 )
             )
         return agreed.stop
-
-    def _communication(self) -> dict[str, dict[str, float]]:
-        """What was counted since the last record, in seconds of an emulated machine."""
-        found = self.context.communicators.counter.take()
-        for amounts in found.values():
-            amounts["seconds"] /= self.slower
-        return found
 
     def _checkpoint(self, stop: int, *, wait: bool) -> None:
         state, recorder = self.state, self.recorder

@@ -100,8 +100,7 @@ def _train(
         tensorboard=spec.train.tensorboard,
     )
     recorder.state("starting", 0)
-    slower = 1.0 if emulation is None else emulation.slower
-    monitor = Monitor(run, spec, context, launch.attempt, recorder.event, slower)
+    monitor = Monitor(run, spec, context, launch.attempt, recorder.event)
     for difference in differences(spec, context):
         recorder.event("warning", difference)
     source = open_source(spec) if emulation is None else emulation.source()
@@ -135,18 +134,13 @@ def _train(
         spec=spec,
         context=context,
         state=state,
-        stepper=Stepper(
-            model,
-            optimizer,
-            spec,
-            update_seconds=0.0 if emulation is None else emulation.update_seconds,
-        ),
+        stepper=Stepper(model, optimizer, spec, emulation=emulation),
         batches=batches,
         checkpointer=checkpointer,
         recorder=recorder,
         stopwatch=stopwatch,
         monitor=monitor,
-        slower=slower,
+        emulation=emulation,
     )
     # An emulated machine's energy is not this one's.
     meter = EnergyMeter() if context.local_rank == 0 and emulation is None else None

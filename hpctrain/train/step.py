@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.parallel.model import ParallelModel
     from hpctrain.spec.job import JobSpec
     from hpctrain.spec.transformer import TransformerDims
+    from hpctrain.train.emulation import Emulation
 
 Loss = Callable[[nn.Module, "MicroBatch", torch.Tensor], torch.Tensor]
 """(model, micro-batch, dropout keys of its samples) -> mean loss of the micro-batch."""
@@ -58,7 +58,7 @@ class Stepper:
         model: as parallelised.
         optimizer: over its parameters.
         spec: resolved job.
-        update_seconds: that an emulated machine takes for the optimizer's step.
+        emulation: of a machine that takes a time of its own for the optimizer's step.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         spec: JobSpec,
         *,
-        update_seconds: float = 0.0,
+        emulation: Emulation | None = None,
     ) -> None:
-        self.update_seconds = update_seconds
+        self._emulation = emulation
         self.model = model
         self.optimizer = optimizer
         self.train = spec.train
@@ -122,19 +122,17 @@ class Stepper:
         Returns:
             Global L2 norm of the gradients before clipping, a scalar on the device.
         """
+        if self._emulation is not None:
+            self._emulation.update()
         self.model.sum_partial_gradients()
         norm = self.model.clip(self.train.clip)
         rate = learning_rate(step, self.train)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        began = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._moe is not None:
             self._balance(self._moe)
-        if self.update_seconds:
-            time.sleep(max(0.0, began + self.update_seconds - time.perf_counter()))
-            self.model.context.communicators.counter.compute(self.update_seconds)
         return norm
 
     def take_loads(self) -> torch.Tensor | None:

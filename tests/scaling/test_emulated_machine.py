@@ -43,7 +43,6 @@ def prepared(*overrides: str):
 def test_the_machine_is_written_and_read_in_one_form():
     for text, machine in (
         ("{emulate: frontier}", "emulate:frontier"),
-        ("{emulate: frontier, slower: 20}", "emulate:20*frontier"),
         ("{simulate: lumi-g}", "simulate:lumi-g"),
     ):
         spec = parse_job(JOB, overrides=[f"machine={text}"]).spec
@@ -55,8 +54,8 @@ def test_the_machine_is_written_and_read_in_one_form():
     assert not parse_job(JOB, overrides=["machine=frontier"]).spec.emulated
     for bad in (
         "{emulate: frontier, fast: 1}",
+        "{emulate: frontier, simulate: frontier}",
         "{emulate: [1]}",
-        "{emulate: f, slower: 0.5}",
         "{}",
     ):
         with pytest.raises(SpecError, match="machine"):
@@ -64,31 +63,43 @@ def test_the_machine_is_written_and_read_in_one_form():
 
 
 def test_the_table_holds_the_planners_numbers():
-    job = prepared("machine.slower=4")
+    job = prepared()
     spec = job.job.spec
     table = emulation_table(spec, job.machine)
-    again = emulation_table(prepared("machine.slower=1").job.spec, job.machine)
-    assert table["block"] == pytest.approx([4 * seconds for seconds in again["block"]])
     from hpctrain.plan.job import strategy_of, workload_of
 
     model = StepModel(workload_of(spec, job.machine)[0])
     block = model.layer(strategy_of(spec))[0]
-    assert sum(again["block"]) == pytest.approx(block.total)  # no tensor parallelism, no recompute
+    assert sum(table["block"]) == pytest.approx(block.total)  # no tensor parallelism, no recompute
     # A message of the small model takes as long as that of the large one: 2·b·s·h bytes.
     small = shadow(spec)
     bytes_small = 4 * small.data.sequence_length * small.model.hidden
     whole = 2 * 2048 * 6144
-    fixed, each = again["near"]
-    assert fixed + each * bytes_small == pytest.approx(model.wires.exchange(whole, 2, 1) / 2)
+    fixed, each = table["near"]
+    stands_for = table["messages"][0] * bytes_small
+    assert stands_for == pytest.approx(whole)
+    assert fixed + each * stands_for == pytest.approx(model.wires.exchange(whole, 2, 1) / 2)
 
 
-def test_the_small_model_keeps_layers_and_cut():
-    spec = prepared("parallel.tensor=2", "parallel.pipeline=1").job.spec
+@pytest.mark.parametrize(
+    ("sets", "rows"),
+    [
+        (("parallel.tensor=2", "parallel.pipeline=1"), 2),
+        (("parallel.pipeline=1", "parallel.sharding=zero3"), 2),
+        (("parallel.pipeline=1", "parallel.context.size=2"), 1),
+    ],
+)
+def test_the_small_model_keeps_layers_cut_and_proportions(sets, rows):
+    spec = prepared(*sets).job.spec
     small = shadow(spec)
     assert small.model.layers == 4
     assert small.parallel == spec.parallel
-    assert small.model.transformer().parameters < 10_000
-    assert small.data.sequence_length % 2 == small.model.heads % 2 == 0
+    large, little = spec.model.transformer(), small.model.transformer()
+    assert little.parameters < 10_000
+    assert small.data.sequence_length % 2 == 0
+    assert little.hidden % rows == little.vocab_size % rows == 0  # nothing is padded
+    shares = [dims.vocab_size * dims.hidden / dims.layer_parameters for dims in (large, little)]
+    assert shares[1] == pytest.approx(shares[0], rel=0.1)
 
 
 def test_the_simulator_gives_1f1b_its_closed_form():
@@ -130,7 +141,10 @@ def test_experts_are_simulated(nodes):
     assert found.compute - found.update == pytest.approx(micro * (compute + head + embedding))
     assert found.talk["ep"] == pytest.approx(micro * 3 * (block.forward.ep + block.backward.ep))
     assert found.talk["ep"] > 0 == found.talk["tp"] == found.talk["cp"]
-    assert found.seconds == pytest.approx(found.plan.step.seconds)
+    told = found.compute + found.data + sum(found.talk.values())
+    assert told == pytest.approx(found.seconds)
+    # The planner lets backward passes hide the sums of experts, which come after them.
+    assert found.plan.step.seconds < found.seconds < 1.1 * found.plan.step.seconds
 
 
 def test_experts_in_a_simulated_pipeline():
@@ -155,34 +169,69 @@ def submit(folder: Path, *sets: str, code: int = 0) -> RunDir | None:
 
 
 def test_ranks_take_the_time_that_was_put_in(tmp_path):
-    """A pipeline of two ranks, slow enough that this machine can follow whatever else it does."""
-    run = submit(tmp_path, "machine.slower=4")
-    job = prepared("machine.slower=4")
-    expected = simulate_step(job.job.spec, job.machine)
+    """A pipeline of two ranks: 1F1B's closed form, whatever else this machine does meanwhile."""
+    run = submit(tmp_path)
     found = measure(run)
-    assert found.step_seconds == pytest.approx(expected.seconds, rel=0.10)
-    assert found.split["compute"] == pytest.approx(expected.compute, rel=0.05)
-    assert found.split["pipeline"] == pytest.approx(expected.pipeline, abs=0.1 * expected.seconds)
+    table = read_json(run.emulation)
+    stage, head = 2 * sum(table["block"]), table["head"]
+    # Four micro-batches through the slower last stage, one through the first before and after,
+    # two messages on the way, the tied embedding's sum, the optimizer.
+    fixed, each = table["near"]
+    message = fixed + each * table["messages"][0] * 4 * 4 * shadow(prepared().job.spec).model.hidden
+    pipeline = 4 * (stage + head) + stage + table["embedding"] + 2 * message
+    expected = pipeline + table["tied"] + table["optimizer"] + table["step"]
+    assert found.step_seconds == pytest.approx(expected, rel=1e-4)
+    mine = 4 * (stage + table["embedding"]) + table["optimizer"] + table["step"]
+    assert found.split["compute"] == pytest.approx(mine)
+    assert found.split["pipeline"] == pytest.approx(expected - mine, rel=1e-3)
     assert found.hardware["emulated"] == "frontier"
     assert found.steps[-1].tokens == 3 * 4 * 2048
-    assert read_json(run.emulation)["slower"] == 4
     assert (run.checkpoints / "step00000003").is_dir()  # the real checkpoint code ran
+    # It really slept: the time between the first step's record and the last one's.
+    times = [record.time for record in found.steps]
+    assert times[-1] - times[0] > 0.95 * 2 * expected
 
 
-@pytest.mark.parametrize(
-    ("sharding", "axis"),
-    [("none", "dp_replicate"), ("zero1", "dp_replicate"), ("zero3", "dp_shard")],
+MOE = (
+    "ranks_per_node=4",
+    "model.hidden=4096",
+    "model.heads=32",
+    "model.moe={experts: 16, top_k: 2, hidden: 2048, dense_layers: 1}",
 )
-def test_replicas_are_emulated(tmp_path, sharding, axis):
-    sets = ("parallel.pipeline=1", f"parallel.sharding={sharding}", "machine.slower=6")
-    found = measure(submit(tmp_path, *sets))
-    job = prepared(*sets)
+FOUR = ("ranks_per_node=4", "train.global_batch=8")
+CUTS = {
+    "zero bubble": (*FOUR, "parallel.pipeline=4", "parallel.schedule=zb-h1"),
+    "V": (*FOUR, "parallel.pipeline=2", "parallel.schedule=zb-v", "parallel.sharding=zero1"),
+    "two nodes": ("nodes=2", "train.global_batch=8", "parallel.schedule=interleaved"),
+    "recomputed": ("parallel.recompute=full",),
+    "tensor": ("parallel.pipeline=1", "parallel.tensor=2"),
+    "tensor and pipeline": (*FOUR, "parallel.tensor=2"),
+    "context": ("parallel.pipeline=1", "parallel.context.size=2"),
+    "replicas": ("parallel.pipeline=1",),
+    "zero1": (*FOUR, "parallel.pipeline=1", "parallel.sharding=zero1"),
+    "zero2": (*FOUR, "parallel.pipeline=1", "parallel.sharding=zero2"),
+    "zero3": ("parallel.pipeline=1", "parallel.sharding=zero3", "train.global_batch=2"),
+    "hybrid": (*FOUR, "parallel.pipeline=1", "parallel.sharding=zero3", "parallel.shard=2"),
+    "sharded pipeline": (*FOUR, "parallel.sharding=zero3"),
+    "experts": (*MOE, "parallel.expert=2", "parallel.pipeline=1", "train.global_batch=8"),
+    "sharded experts": (
+        *MOE,
+        "parallel.expert=2",
+        "parallel.pipeline=1",
+        "parallel.sharding=zero3",
+    ),
+    "experts, tensor and pipeline": (*MOE, "parallel.expert=2", "parallel.tensor=2"),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_ranks_and_simulator_agree(tmp_path, cut):
+    """Two ways to the same step: real ranks with real messages, and events of a table."""
+    found = measure(submit(tmp_path, *CUTS[cut]))
+    job = prepared(*CUTS[cut])
     expected = simulate_step(job.job.spec, job.machine)
-    assert found.split["compute"] == pytest.approx(expected.compute, rel=0.05)
-    assert found.split["data-parallel"] > 0
-    assert found.steps[-1].comm[axis]["bytes"] > 0
-    # The machine may be busy with other tests; benchmarks/scaling.py asks for 3 %.
-    assert expected.compute <= found.step_seconds < 5 * expected.seconds
+    assert found.step_seconds == pytest.approx(expected.seconds, rel=0.03)
+    assert found.split["compute"] == pytest.approx(expected.compute, rel=1e-3)
 
 
 def test_many_devices_are_simulated_and_reported(tmp_path):
@@ -208,5 +257,8 @@ def test_a_model_of_ones_own_has_no_times(tmp_path):
     )
     with pytest.raises(UsageError, match=r"model\.module m:f is not known"):
         prepare(job, tmp_path)
-    with pytest.raises(UsageError, match=r"model with experts"):
-        prepared("model.moe.experts=4")
+    for dispatch, found in (("hierarchical", "hierarchical"), ("{copies: 2}", "copies: 2")):
+        sets = (*MOE, "parallel.expert=2", f"parallel.dispatch={dispatch}")
+        with pytest.raises(UsageError, match=f"parallel.dispatch: {found}.*no emulated times"):
+            prepared(*sets)
+        prepared(*sets, "machine={simulate: frontier}")
