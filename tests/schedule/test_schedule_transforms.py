@@ -13,6 +13,7 @@ from hpctrain.schedule import (
     ActionKind,
     Costs,
     make,
+    names,
     simulate,
     two_stage,
     with_offload,
@@ -74,6 +75,20 @@ def test_a_large_output_layer_no_longer_slows_the_last_stage(name):
     assert before.makespan >= m * (3 + 3 * head)
     assert after.makespan < 0.75 * before.makespan
     assert max(after.busy) == pytest.approx(min(after.busy))
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("name", sorted({*names()} - {"bitpipe"}))
+def test_all_ranks_make_vocabulary_passes_in_one_order(name, barriers):
+    """The executor sums what a pass made as soon as it is there: in that order, on every rank."""
+    for p, m in ((2, 4), (3, 6), (4, 8)):
+        schedule = make(f"{name}+vocab", ranks=p, micro_batches=m, barriers=barriers)
+        for kind in (K.E, K.S, K.T, K.D):
+            orders = {
+                tuple(a.micro_batch for a in row if a.kind is kind) for row in schedule.actions
+            }
+            assert len(orders) == 1, (kind, orders)
+            assert sorted(*orders) == list(range(m))
 
 
 def test_vocabulary_passes_need_one_last_stage_and_several_ranks():
