@@ -177,7 +177,8 @@ class EmulatedLinks:
             self.clock.sleep_until(held.over)
             future.set_result(None)
 
-        self._thread(name).submit(carry)
+        # What is gathered shares one stream, whatever group it is of.
+        self._carry("gathered" if ahead else name, carry, future, known)
         return (*result[:-1], held.boxed()) if isinstance(result, tuple) else held.boxed()
 
     # ---- messages ---------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class EmulatedLinks:
             while len(sent) > _KEPT:
                 sent.popleft()[0].wait()
 
-        self._thread(key).submit(carry)
+        self._carry(key, carry, future)
         return self._hold(Held(self, future)).boxed()
 
     def receive(
@@ -248,6 +249,22 @@ class EmulatedLinks:
     def forget(self, held: Held) -> None:
         """Somebody has waited."""
         self._held.discard(held)
+
+    def _carry(
+        self, key: Any, task: Callable[[], None], future: Any, known: threading.Event | None = None
+    ) -> None:
+        """Do a task on the thread of ``key``; whoever waits learns of it where it fails."""
+
+        def work() -> None:
+            try:
+                task()
+            except Exception as error:
+                future.set_exception(error)
+            finally:
+                if known is not None:
+                    known.set()
+
+        self._thread(key).submit(work)
 
     def _thread(self, key: Any) -> ThreadPoolExecutor:
         with self._lock:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """On processors a thread, on a GPU a stream.
+    """On processors a thread, which ends with the lane; on a GPU a stream (which was never run).
 
     Collectives that tasks call need groups that nobody else uses: those of one group have to be
     called in one order on all ranks.
@@ -51,11 +51,6 @@ class Lane:
                 return task(), 0.0 if clock is None else clock.now
 
         return Handle(self._thread.submit(work), clock)
-
-    def close(self) -> None:
-        """End the thread when its tasks are done."""
-        if self._thread is not None:
-            self._thread.shutdown()
 
 
 class Handle(Generic[T]):

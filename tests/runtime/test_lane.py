@@ -29,7 +29,6 @@ def test_tasks_run_in_order_on_a_thread_of_their_own():
     two.wait()
     assert seen == ["first", "second"]
     assert not one.wait().requires_grad
-    lane.close()
 
 
 def test_what_a_task_raises_comes_to_who_waits():
@@ -37,7 +36,6 @@ def test_what_a_task_raises_comes_to_who_waits():
     handle = lane.run(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         handle.wait()
-    lane.close()
 
 
 def test_a_task_takes_emulated_time_beside_the_passes():
@@ -54,4 +52,3 @@ def test_a_task_takes_emulated_time_beside_the_passes():
     clock.spend(0.03)  # hides all of it
     late.wait()
     assert clock.now == pytest.approx(0.08)
-    lane.close()

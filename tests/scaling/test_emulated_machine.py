@@ -189,7 +189,7 @@ def test_ranks_take_the_time_that_was_put_in(tmp_path):
     assert (run.checkpoints / "step00000003").is_dir()  # the real checkpoint code ran
     # It really slept: the time between the first step's record and the last one's.
     times = [record.time for record in found.steps]
-    assert times[-1] - times[0] > 0.95 * 2 * expected
+    assert times[-1] - times[0] > expected
 
 
 MOE = (
