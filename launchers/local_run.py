@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import Exit, UsageError
-from hpctrain.launchers.environment import check_job_env, without_leaks
+from hpctrain.launchers.environment import check_job_env, within_one_machine, without_leaks
 from hpctrain.launchers.mpiexec import LocalLauncher
 from hpctrain.launchers.shape import Launcher, world_size
 from hpctrain.records import LaunchRecord
@@ -119,6 +119,7 @@ def rank_environment(spec: JobSpec, environ: Mapping[str, str], now: float) -> d
     """
     check_job_env(spec.env)
     variables = without_leaks(environ)
+    variables |= within_one_machine(variables)
     # Ranks on this machine are forked whatever scheduler hydra thinks to have found.
     variables["HYDRA_LAUNCHER"] = "fork"
     if "OMP_NUM_THREADS" not in variables:

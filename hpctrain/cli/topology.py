@@ -345,10 +345,14 @@ class _Shape:
 
 
 def _run(tokens: Sequence[str], planned: Topology) -> None:
-    from hpctrain.launchers import without_leaks
+    from hpctrain.launchers import within_one_machine, without_leaks
 
     inside = "SLURM_JOB_ID" in os.environ and tokens[0].endswith("srun")
-    environ = dict(os.environ) if inside else without_leaks(os.environ)
+    if inside:
+        environ = dict(os.environ)
+    else:
+        environ = without_leaks(os.environ)
+        environ |= within_one_machine(environ)
     cores = max(1, len(os.sched_getaffinity(0)) // planned.ranks_per_node)
     environ.setdefault("OMP_NUM_THREADS", str(cores))
     if planned.spec is not None:

@@ -159,7 +159,7 @@ class Hosts:
         self._extra_env = dict(env or {})
         self._switch: Kept | None = None
         self._hosts: dict[int, Kept] = {}
-        self.uplink = f"hpct{secrets.token_hex(4)}"
+        self.uplink = f"veth{secrets.token_hex(5)}"
         self._net = "127.0.0"
 
     @property

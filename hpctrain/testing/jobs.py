@@ -23,7 +23,7 @@ from hpctrain.records import LaunchRecord, write_json
 from hpctrain.rundir import RunDir
 from hpctrain.spec import dump_job, parse_job, resolve
 from hpctrain.spec.resolve import check
-from hpctrain.testing.ranks import RanksFailed, mpiexec
+from hpctrain.testing.ranks import RanksFailed, environment, mpiexec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def start_run(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            env={**environment(), **(env or {})},
             start_new_session=True,
         )
 

@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.launchers import within_one_machine
+
 
 class RanksFailed(AssertionError):
     """The ranks failed, or did not end in time; carries what they printed."""
@@ -43,6 +45,16 @@ def unavailable() -> str | None:
     if mpiexec() is None:
         return "no mpiexec: pip install 'hpctrain[local]'"
     return None
+
+
+def environment(*, one_machine: bool = True) -> dict[str, str]:
+    """The caller's environment, and one thread for each of many ranks on few cores.
+
+    Args:
+        one_machine: the ranks are all on this one, and in its network.
+    """
+    found = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return found | within_one_machine(found) if one_machine else found
 
 
 def run_ranks(
@@ -80,7 +92,7 @@ def run_ranks(
         command = [*start, sys.executable, "-m", "mpi4py", "-m", __name__, folder]
         process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            env={**environment(one_machine=launcher is None), **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

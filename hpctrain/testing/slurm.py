@@ -35,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpctrain.errors import SchedulerError, UsageError
+from hpctrain.launchers import within_one_machine
 from hpctrain.testing.commands import clean_environment, search_path
 from hpctrain.testing.hosts import Hosts
 from hpctrain.testing.keeper import Kept
@@ -124,10 +125,14 @@ class SlurmCluster(SlurmCommands):
     def env(self) -> dict[str, str]:
         """A whole environment for commands that talk to this cluster.
 
-        It holds PATH, SLURM_CONF, who the user is, and what was given as ``env``; nothing else
-        of the caller's, so that a Slurm or MPI around the tests cannot reach into them.
+        It holds PATH, SLURM_CONF, who the user is, what ranks need whose nodes share a network,
+        and what was given as ``env``; nothing else of the caller's, so that a Slurm or MPI around
+        the tests cannot reach into them.
         """
-        return clean_environment({"SLURM_CONF": str(self.root / "slurm.conf"), **self._extra_env})
+        own = {"SLURM_CONF": str(self.root / "slurm.conf")}
+        if self.hosts is None or not self.hosts.network:
+            own |= within_one_machine(self._extra_env)
+        return clean_environment(own | self._extra_env)
 
     # -- start and stop ---------------------------------------------------------------------
 

@@ -155,8 +155,10 @@ def test_ranks_get_deadline_threads_and_the_jobs_own_values() -> None:
     found = rank_environment(spec, caller, 1000.5)
     assert found == {
         "PATH": "/bin", "A": "job", "HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1",
-        "HPCTRAIN_DEADLINE": "4500",
+        "HPCTRAIN_DEADLINE": "4500", "UCX_NET_DEVICES": "lo",
     }  # fmt: skip
+    chosen = caller | {"UCX_NET_DEVICES": "mlx5_0:1"}
+    assert rank_environment(spec, chosen, 0.0)["UCX_NET_DEVICES"] == "mlx5_0:1"
     free = spec_of(machine, ranks_per_node=1, env={"OMP_NUM_THREADS": "3"})
     found = rank_environment(free, caller | {"OMP_NUM_THREADS": "7"}, 0.0)
     assert found["OMP_NUM_THREADS"] == "3"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.testing.ranks import mpiexec
+from hpctrain.testing.ranks import environment, mpiexec
 
 LEAVES = """
 import atexit, concurrent.futures, os, pathlib, sys, threading, time
@@ -44,7 +44,7 @@ def test_a_rank_ends_without_taking_the_interpreter_down(
     program = tmp_path / "leaves.py"
     program.write_text(LEAVES.replace("WAY", way))
     command = [mpiexec() or "mpiexec", "-n", "2", sys.executable, str(program), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode == 7) is ends_well
     if ends_well:
         for rank in (0, 1):

@@ -18,7 +18,7 @@ from testing_traces import runs, traces_of, wait_until_gone
 import hpctrain
 from hpctrain.errors import RankFailedError, UsageError
 from hpctrain.testing.hosts import Hosts, rate_bit_s
-from hpctrain.testing.ranks import run_ranks
+from hpctrain.testing.ranks import environment, mpiexec, run_ranks
 from hpctrain.testing.slurm import SlurmCluster
 from hpctrain.testing.wait import wait_until
 
@@ -131,6 +131,39 @@ def test_two_instances_coexist_and_leave_nothing(hosts_factory: Callable[..., Ho
     assert two.run(2, "getent", "ahostsv4", "node1").stdout.split()[0] == two.address(1)
     two.stop()
     assert traces_of(*second) == []
+
+
+LINKS = """
+mount -t sysfs sysfs /sys || exit  # where UCX finds devices: it shows those of who mounts it
+ip link set lo up
+while :; do
+    for i in 1 2 3 4 5 6; do
+        echo "link add one$i type veth peer name other$i"
+        echo "addr add 10.77.$i.1/24 dev one$i"
+        echo "link set one$i up"
+        echo "link set other$i up"
+    done | ip -batch -
+    sleep 0.02
+    for i in 1 2 3 4 5 6; do echo "link del one$i"; done | ip -batch -
+done &
+links=$!
+for i in $(seq 20); do
+    timeout 60 "$@" || break
+    echo "start $i"
+done
+kill $links
+"""
+
+
+def test_ranks_start_while_links_come_and_go(hosts_factory: Callable[..., Hosts]) -> None:
+    """Those of containers do, and so do hosts here: UCX loses ranks that look at them."""
+    hosts_factory(1)
+    ranks = [mpiexec() or "mpiexec", "-n", "4", sys.executable, "-c", "from mpi4py import MPI"]
+    done = subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", LINKS, "sh", *ranks],
+        env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["start 20"], done.stderr[-2000:]
 
 
 def test_hosts_end_with_the_process_that_started_them(
