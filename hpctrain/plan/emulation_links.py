@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from hpctrain.layout import ParallelLayout
 from hpctrain.plan.collectives import Group, Wires
+from hpctrain.plan.experts import experts_apart
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.layer import exchanged_heads, head_exchange_time
 from hpctrain.plan.seconds import LayerTime
-from hpctrain.plan.simulated_data import Held, experts_apart, handing_out
+from hpctrain.plan.simulated_data import Held, handing_out
 from hpctrain.plan.steptime import StepModel
 from hpctrain.spec.job import JobSpec
 from hpctrain.spec.resolve import layout_of

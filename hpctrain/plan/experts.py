@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hpctrain.layout import ParallelLayout
 from hpctrain.plan.collectives import Group, Wires
 from hpctrain.plan.inputs import Strategy, Workload
 from hpctrain.plan.kernels import Device
@@ -18,6 +19,12 @@ from hpctrain.plan.seconds import Seconds
 
 _PERMUTE = 12.0
 """Bytes a routed token and unit of width: gather, scatter and weighting, forward; as much back."""
+
+
+def experts_apart(layout: ParallelLayout) -> bool:
+    """Whether routed experts lie on a mesh of their own, so that their gradients are summed over
+    the ranks with copies when all others are."""
+    return max(layout.tp, layout.cp, layout.ep, layout.etp) > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,8 @@ def _time(plan: Plan) -> Iterator[Explained]:
             (("can hide", f"{values.fsdp_overlap:.0%}", fitted),),
         ),
         "gradient reduction": (
-            "gradients over the data-parallel ranks, less what hides behind one micro-batch",
+            "gradients over the data-parallel ranks, less what hides behind one micro-batch"
+            + (", and updated parameters after it" if work.stack.serial_ends else ""),
             (
                 ("network", f"{platform.nic_bandwidth / 1e9:.1f} GB/s a device", _FILE),
                 ("reached", f"{values.network:.1%}", fitted),

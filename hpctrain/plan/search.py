@@ -317,9 +317,7 @@ def _score(
                         wide = replace(layout, dp_replicate=dp // state.shard, dp_shard=state.shard)
                         lying = pipes[state.reach] = model.pipe(replace(plan, layout=wide))
                     running, bubble, reduction, _ = compose(lying, cost, fsdp, dp_hidden)
-                    seconds = (
-                        running + bubble + reduction + cost.optimizer + cost.tied + fixed_seconds
-                    )
+                    seconds = running + bubble + reduction + cost.serial + fixed_seconds
                     found.scored += 1
                     full = len(heap) >= keep
                     if full and -heap[0][0] <= seconds and not front.takes(seconds, memory):

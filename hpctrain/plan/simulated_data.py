@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpctrain.layout import ParallelLayout
 from hpctrain.plan.collectives import Group
+from hpctrain.plan.experts import experts_apart
 from hpctrain.plan.inputs import Placement, Strategy
 from hpctrain.plan.seconds import LayerTime
 from hpctrain.plan.steptime import StepModel
@@ -192,12 +192,6 @@ def summed_after(
             mine = sum(sizes[stage] for stage in complete)
             after = max(after, _afterwards(model, strategy, mine, blocks))
     return latest - timeline.makespan + after
-
-
-def experts_apart(layout: ParallelLayout) -> bool:
-    """Whether routed experts lie on a mesh of their own, so that their gradients are summed over
-    the ranks with copies when all others are."""
-    return max(layout.tp, layout.cp, layout.ep, layout.etp) > 1
 
 
 @dataclass(frozen=True, slots=True)

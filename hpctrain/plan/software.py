@@ -93,6 +93,8 @@ class Stack:
         sequence_parallel: on wherever there is tensor parallelism, unless a job says otherwise.
         scattered_gradients: sharded optimizers reduce-scatter gradients; else all-reduce them.
         sums_after_pipeline: in a pipeline gradients are summed after its last pass, beside nothing.
+        serial_ends: once the gradients of all replicas are summed come, beside nothing, the sums of
+            experts that lie in a layout of their own and the handing out of updated parameters.
         accumulates_whole: with sharded gradients and several micro-batches, gradients are kept
             whole and scattered in the last micro-batch; else they are scattered in each.
         fp16_gradient_bytes, bf16_gradient_bytes: bytes a gradient element has in the reduction.
@@ -131,6 +133,7 @@ class Stack:
     sequence_parallel: bool = False
     scattered_gradients: bool = True
     sums_after_pipeline: bool = False
+    serial_ends: bool = False
     accumulates_whole: bool = False
     fp16_gradient_bytes: int = 2
     bf16_gradient_bytes: int = 4
@@ -246,6 +249,7 @@ STACKS: Mapping[str, Stack] = MappingProxyType(
                 fp32_stream=True,
                 scattered_gradients=False,
                 sums_after_pipeline=True,
+                serial_ends=True,
                 accumulates_whole=True,
                 optimizer_bytes=8.0,
                 norm_kept=0.0,

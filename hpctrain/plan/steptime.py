@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from hpctrain.plan.collectives import Wires
+from hpctrain.plan.experts import experts_apart
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.kernels import Device
 from hpctrain.plan.layer import embedding_time, head_time, layer_time
@@ -76,6 +77,8 @@ class StateCost:
         reduction: seconds a step of summing gradients and handing out parameters, hidden or not.
         optimizer: seconds a step of the update.
         tied: seconds a step of summing a shared embedding's gradient over the pipeline's ends.
+        after: seconds a step of what follows when all replicas' gradients are summed, hidden by
+            nothing.
         gathering: seconds a block and micro-batch of gathering and scattering sharded state.
         ends: the same for embedding and output layer, a micro-batch of the first stage.
     """
@@ -83,8 +86,14 @@ class StateCost:
     reduction: float
     optimizer: float
     tied: float
+    after: float = 0.0
     gathering: float = 0.0
     ends: float = 0.0
+
+    @property
+    def serial(self) -> float:
+        """Seconds a step of all that nothing can hide."""
+        return self.optimizer + self.tied + self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +244,7 @@ class StepModel:
             pipe, state, values.fsdp_overlap, self.work.dp_overlap(plan.layout.pp)
         )
         m = pipe.micro_batches
-        seconds = running + bubble + reduction + state.optimizer + state.tied + values.step_seconds
+        seconds = running + bubble + reduction + state.serial + values.step_seconds
         layers = [kind.layers for kind in pipe.kinds for _ in range(kind.count)]
         stages = [
             kind.seconds + gathering * kind.layers for kind in pipe.kinds for _ in range(kind.count)
@@ -251,7 +260,7 @@ class StepModel:
         half = pace in (0, final) and plan.virtual == 1
         split["pipeline sends"] = m * pipe.send * (0.5 if half else 1.0)
         split["pipeline bubble"] = bubble
-        split["gradient reduction"] = reduction + state.tied
+        split["gradient reduction"] = reduction + state.tied + state.after
         split["optimizer"] = state.optimizer
         split["other"] = seconds - sum(split.values())
         return StepTime(seconds, m, split, tuple(stages), tuple(layers), bubble, pipe.block)
@@ -405,7 +414,10 @@ class StepModel:
         experts = model.expert_parameters / (layout.ep * layout.etp)
         table = model.vocab * model.hidden / layout.tp
         copies = 1 if model.tied or layout.pp > 1 else 2
-        dense, routed = layers * block + copies * table, layers * experts
+        # Without a pipeline the stage has the dense blocks that come before those with experts.
+        early = model.dense_layers if model.experts and layout.pp == 1 else 0
+        dense, routed = (layers - early) * block + copies * table, (layers - early) * experts
+        dense += early * model.local_dense_parameters(layout.tp)
         size = layout.dp * layout.cp
         gradient = work.gradient_bytes
 
@@ -436,31 +448,36 @@ class StepModel:
             gather = (1.0 if states.parameters is Placement.MATERIALISED else 2.0) * times.gather
             if work.stack.accumulates_whole and micro_batches > 1:
                 once = layers * times.scatter + times.ends_scatter
-                return StateCost(once, optimizer, tied, gather, times.ends_gather)
+                return StateCost(once, optimizer, tied, gathering=gather, ends=times.ends_gather)
             outside = times.ends_gather + times.ends_scatter
-            return StateCost(0.0, optimizer, tied, gather + times.scatter, outside)
+            gather += times.scatter
+            return StateCost(0.0, optimizer, tied, gathering=gather, ends=outside)
 
-        seconds = 0.0
+        seconds = after = 0.0
         whole = wires.group(*near, far)
-        for count, group in ((dense, whole), (routed, edp)):
+        serial = work.stack.serial_ends
+        for count, group, apart in ((dense, whole, False), (routed, edp, experts_apart(layout))):
             if not count:
                 continue
-            if states.optimizer is Placement.REPLICATED:
-                seconds += wires.all_reduce(gradient * count, group)
-                continue
-            if group is whole and across is not None and layout.dp_shard > 1:
-                # sharded within a part of the data-parallel ranks, copies across them
-                seconds += wires.gather(gradient * count, inner)
-                seconds += wires.gather(work.weight_bytes * count, inner)
-                shard = layout.dp_shard * layout.cp
-                seconds += wires.all_reduce(gradient * count / shard, across)
-                continue
-            sharded = states.gradients is not Placement.REPLICATED
-            scattered = sharded or work.stack.scattered_gradients
-            one = wires.gather(gradient * count, group)
-            seconds += one if scattered else 2.0 * one
-            seconds += wires.gather(work.weight_bytes * count, group)
-        return StateCost(seconds, optimizer, tied)
+            last = serial and apart
+            one, given = wires.gather(gradient * count, group), 0.0
+            if states.optimizer is Placement.REPLICATED or last:
+                summed = wires.all_reduce(gradient * count, group)
+            elif states.gradients is not Placement.REPLICATED or work.stack.scattered_gradients:
+                summed = one
+            else:
+                summed = 2.0 * one
+            if states.optimizer is not Placement.REPLICATED:
+                given = wires.gather(work.weight_bytes * count, group)
+                if across is not None and layout.dp_shard > 1 and group is whole:
+                    # sharded within a part of the data-parallel ranks, copies across them
+                    shard = layout.dp_shard * layout.cp
+                    summed = wires.gather(gradient * count, inner)
+                    summed += wires.all_reduce(gradient * count / shard, across)
+                    given = wires.gather(work.weight_bytes * count, inner)
+            seconds += (0.0 if last else summed) + (0.0 if serial else given)
+            after += (summed if last else 0.0) + (given if serial else 0.0)
+        return StateCost(seconds, optimizer, tied, after)
 
 
 def _split(block: LayerTime, times: float) -> dict[str, float]:

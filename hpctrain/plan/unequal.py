@@ -213,7 +213,7 @@ def _data_parallel(parts: Sequence[Part], tensor: int, micro: int) -> Mixed:
         hidden = values.fsdp_overlap * state.gathering
         exposed = max(0.0, hidden - pipe.block.total) + state.gathering - hidden
         each.append(pipe.kinds[0].seconds + exposed * shared.model.layers + state.ends)
-        extra.append(state.reduction + state.optimizer + values.step_seconds)
+        extra.append(state.reduction + state.serial + values.step_seconds)
         used = _fixed_bytes(shared, plan)
         fixed.append(used)
         room.append(limit(shared) - used)

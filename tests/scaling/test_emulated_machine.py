@@ -143,8 +143,9 @@ def test_experts_are_simulated(nodes):
     assert found.talk["ep"] > 0 == found.talk["tp"] == found.talk["cp"]
     told = found.compute + found.data + sum(found.talk.values())
     assert told == pytest.approx(found.seconds)
-    # The planner lets backward passes hide the sums of experts, which come after them.
-    assert found.plan.step.seconds < found.seconds < 1.1 * found.plan.step.seconds
+    # Nothing hides the sums of experts. The planner hides all but a little of the others, the
+    # simulator all but the last of eight buckets.
+    assert found.plan.step.seconds < found.seconds < 1.04 * found.plan.step.seconds
 
 
 def test_experts_in_a_simulated_pipeline():
