@@ -6,7 +6,7 @@ string. Nothing here runs Slurm commands; :mod:`hpctrain.launchers.local_run` ru
 
 from __future__ import annotations
 
-from hpctrain.launchers.environment import check_job_env, within_one_machine, without_leaks
+from hpctrain.launchers.environment import check_job_env, without_leaks
 from hpctrain.launchers.mpiexec import LocalLauncher, MpiexecLauncher
 from hpctrain.launchers.shape import (
     Launcher,
@@ -27,7 +27,6 @@ __all__ = [
     "mpich_wheel",
     "rank_program",
     "ranks_per_node",
-    "within_one_machine",
     "without_leaks",
     "world_size",
 ]

@@ -18,7 +18,6 @@ _BASH_OWN = frozenset(
         "OPTIND", "PIPESTATUS", "PPID", "RANDOM", "SECONDS", "SHELLOPTS", "SHLVL", "SRANDOM", "UID",
     }
 )  # fmt: skip
-_UCX_DEVICES = "UCX_NET_DEVICES"
 _LONGEST = 128 * 1024 - 1
 """Bytes of NAME=value that Linux passes to a program (MAX_ARG_STRLEN, its NUL left out)."""
 
@@ -34,22 +33,6 @@ def without_leaks(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in _KEPT or not name.startswith(_LEAKS)
     }
-
-
-def within_one_machine(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the MPI of ranks that are all on this machine shall know, unless told otherwise.
-
-    UCX, which carries the messages of MPICH and often of Open MPI, opens every network device of
-    the machine at start, and a rank is lost where one goes just then, as the links of containers
-    do. Such ranks talk through shared memory; the one device that they are left with stays.
-
-    Args:
-        environ: of the ranks so far.
-
-    Returns:
-        Variables to add; none where ``environ`` chooses devices itself.
-    """
-    return {} if _UCX_DEVICES in environ else {_UCX_DEVICES: "lo"}
 
 
 def check_job_env(env: Mapping[str, str]) -> None:

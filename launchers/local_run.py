@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import Exit, UsageError
-from hpctrain.launchers.environment import check_job_env, within_one_machine, without_leaks
+from hpctrain.launchers.environment import check_job_env, without_leaks
 from hpctrain.launchers.mpiexec import LocalLauncher
 from hpctrain.launchers.shape import Launcher, world_size
 from hpctrain.records import LaunchRecord
+from hpctrain.runtime.environment import within_one_machine
 
 if TYPE_CHECKING:
     from hpctrain.rundir import RunDir

@@ -345,7 +345,8 @@ class _Shape:
 
 
 def _run(tokens: Sequence[str], planned: Topology) -> None:
-    from hpctrain.launchers import within_one_machine, without_leaks
+    from hpctrain.launchers import without_leaks
+    from hpctrain.runtime.environment import within_one_machine
 
     inside = "SLURM_JOB_ID" in os.environ and tokens[0].endswith("srun")
     if inside:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 
+_UCX_DEVICES = "UCX_NET_DEVICES"
+
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
@@ -52,6 +54,22 @@ class RankEnvironment:
             topology=variables.get("SLURM_TOPOLOGY_ADDR"),
             socket_interface=variables.get("GLOO_SOCKET_IFNAME"),
         )
+
+
+def within_one_machine(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the MPI of ranks that are all on this machine shall know, unless told otherwise.
+
+    UCX, which carries the messages of MPICH and often of Open MPI, opens every network device of
+    the machine at start, and a rank is lost where one goes just then, as the links of containers
+    do. Such ranks talk through shared memory; the one device that they are left with stays.
+
+    Args:
+        environ: of the ranks so far.
+
+    Returns:
+        Variables to add; none where ``environ`` chooses devices itself.
+    """
+    return {} if _UCX_DEVICES in environ else {_UCX_DEVICES: "lo"}
 
 
 def _number(variables: Mapping[str, str], name: str) -> float | None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launchers import within_one_machine
+from hpctrain.runtime.environment import within_one_machine
 
 
 class RanksFailed(AssertionError):

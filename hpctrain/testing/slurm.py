@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpctrain.errors import SchedulerError, UsageError
-from hpctrain.launchers import within_one_machine
+from hpctrain.runtime.environment import within_one_machine
 from hpctrain.testing.commands import clean_environment, search_path
 from hpctrain.testing.hosts import Hosts
 from hpctrain.testing.keeper import Kept

@@ -24,6 +24,7 @@ from hpctrain.launchers.local_run import rank_environment
 from hpctrain.launchers.srun import split_option
 from hpctrain.machine import get_machine
 from hpctrain.rundir import RunDir
+from hpctrain.testing.ranks import environment
 
 PROGRAM = ["/venv/bin/hpctrain", "run", "/runs/a b"]
 
@@ -96,13 +97,10 @@ def test_mpi_type_job_before_machine_before_wheel(
 
 def test_mpich_wheel_is_told_as_mpi4py_itself_finds_it() -> None:
     code = "from mpi4py import MPI; print(MPI.Get_library_version())"
-    said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    quiet = {"env": environment(), "capture_output": True, "text": True, "timeout": 60}
+    said = subprocess.run([sys.executable, "-c", code], check=True, **quiet).stdout
     maps = "print([l.split()[-1] for l in open('/proc/self/maps') if 'libmpi.so' in l][0])"
-    loaded = subprocess.run(
-        [sys.executable, "-c", f"{code}; {maps}"], capture_output=True, text=True, timeout=60
-    ).stdout.split()[-1]
+    loaded = subprocess.run([sys.executable, "-c", f"{code}; {maps}"], **quiet).stdout.split()[-1]
     in_environment = Path(loaded).is_relative_to(Path(sys.prefix).resolve())
     assert mpich_wheel({}) == ("MPICH" in said and in_environment)
     assert not mpich_wheel({"MPI4PY_LIBMPI": "/opt/cray/libmpi.so.12"})

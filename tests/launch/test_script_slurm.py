@@ -20,6 +20,7 @@ from hpctrain.launchers import batch_hook
 from hpctrain.machine import get_machine
 from hpctrain.records import StateRecord
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.environment import within_one_machine
 from hpctrain.slurm import SlurmClient, Submission, submit
 from hpctrain.slurm.answers import parse_time, parse_time_limit
 from hpctrain.slurm.quoting import log_pattern, sbatch_quote
@@ -112,8 +113,10 @@ def test_hostile_values_reach_every_rank_and_leaks_none(
         (run.root / f"env{rank}").write_text(json.dumps(found))
         """
     before = time.time()
+    alone = within_one_machine({})  # the cluster's, which SBATCH_EXPORT keeps back
     done = submitted(
-        code, where=run, caller=caller, env=HOSTILE_ENV, name="it's a \n test".replace("\n", " "),
+        code, where=run, caller=caller, env=HOSTILE_ENV | alone,
+        name="it's a \n test".replace("\n", " "),
         slurm={**SHORT, "comment": "a \"b\" 'c' #d $e \\f"},
     )  # fmt: skip
     assert [warning.split()[0] for warning in done.warnings] == ["SBATCH_EXPORT=NONE"]

@@ -163,9 +163,10 @@ def test_emulated_layers_sleep_in_every_pass():
             y.sum().backward()
             found = [forward - began, time.perf_counter() - forward]
             expected = [layers * seconds, 2 * layers * seconds]
-        for measured, right in zip(found, expected, strict=True):
+        for number in range(1, len(found) + 1):
             # What one pass is late by makes the next one shorter; a busy machine takes longer.
-            assert 0.9 * right <= measured < right + 1.0
+            measured, right = sum(found[:number]), sum(expected[:number])
+            assert 0.9 * right <= measured < right + 2.0
 
 
 def test_a_borrowed_weight_is_the_lenders():

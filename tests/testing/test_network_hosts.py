@@ -158,9 +158,10 @@ kill $links
 def test_ranks_start_while_links_come_and_go(hosts_factory: Callable[..., Hosts]) -> None:
     """Those of containers do, and so do hosts here: UCX loses ranks that look at them."""
     hosts_factory(1)
+    apart = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
     ranks = [mpiexec() or "mpiexec", "-n", "4", sys.executable, "-c", "from mpi4py import MPI"]
     done = subprocess.run(
-        ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", LINKS, "sh", *ranks],
+        [*apart, "sh", "-c", LINKS, "sh", *ranks],
         env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1:] == ["start 20"], done.stderr[-2000:]
