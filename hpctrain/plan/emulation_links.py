@@ -14,7 +14,7 @@ from hpctrain.plan.experts import experts_apart
 from hpctrain.plan.inputs import Placement, Strategy, Workload
 from hpctrain.plan.layer import exchanged_heads, head_exchange_time
 from hpctrain.plan.seconds import LayerTime
-from hpctrain.plan.simulated_data import Held, handing_out
+from hpctrain.plan.simulated_data import ReplicatedParameters, handing_out
 from hpctrain.plan.steptime import StepModel
 from hpctrain.spec.job import JobSpec
 from hpctrain.spec.resolve import layout_of
@@ -86,7 +86,7 @@ def _context_links(
 def _hand_out(links: Links, model: StepModel, strategy: Strategy) -> None:
     """Ranks that updated some rows each hand them out at once; those of the small model are so
     few that they are cut unevenly, and their bytes say nothing."""
-    held, layers = Held.of(model, strategy), model.pipe(strategy).layers
+    held, layers = ReplicatedParameters.of(model, strategy), model.pipe(strategy).layers
     count = sum(map(held.block, range(layers))) + held.table
     axes = tuple(a for a in ("dp_replicate", "cp") if getattr(strategy.layout, a) > 1)
     for name, seconds in zip(

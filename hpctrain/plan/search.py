@@ -17,7 +17,8 @@ from hpctrain.plan.inputs import StatePlacement, Strategy, Workload
 from hpctrain.plan.memory import Activations, activations, counts, limit, state_bytes
 from hpctrain.plan.pipeline import FORMS
 from hpctrain.plan.space import STATES, Space, chunkings, degrees
-from hpctrain.plan.steptime import Pipe, StateCost, StepModel, compose
+from hpctrain.plan.statetime import StateCost
+from hpctrain.plan.steptime import Pipe, StepModel, compose
 
 _SHARDED = StatePlacement.zero(3)
 

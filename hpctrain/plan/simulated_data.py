@@ -128,7 +128,7 @@ def summed(
 ) -> float:
     """Seconds of the passes of a step without a pipeline whose gradients are summed in buckets
     while the last backward runs, until the last bucket is there and what follows from it."""
-    held = Held.of(model, strategy)
+    held = ReplicatedParameters.of(model, strategy)
     sizes = [held.block(number) for number in range(len(blocks))]
     table = held.table * (1 if model.work.model.tied else 2)
     whole = sum(sizes) + table
@@ -166,7 +166,7 @@ def summed_after(
         scattered: seconds in which the gradients of a rank's stages are scattered; without, they
             are summed.
     """
-    held = Held.of(model, strategy)
+    held = ReplicatedParameters.of(model, strategy)
     sizes = [
         sum(map(held.block, blocks)) + held.table * (number in (0, len(stages) - 1))
         for number, blocks in enumerate(stages)
@@ -195,7 +195,7 @@ def summed_after(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ReplicatedParameters:
     """Parameters of a rank whose gradients all its replicas sum: of a block with experts where
     there are some, of one without, of embedding and output layer."""
 
@@ -205,7 +205,7 @@ class Held:
     dense_layers: int
 
     @classmethod
-    def of(cls, model: StepModel, strategy: Strategy) -> Held:
+    def of(cls, model: StepModel, strategy: Strategy) -> ReplicatedParameters:
         shape, layout = model.work.model, strategy.layout
         usual = shape.local_layer_parameters(layout.tp)
         if not experts_apart(layout):
