@@ -91,15 +91,23 @@ def import_(source: Path, root: Path, step: int | None) -> None:
     output.note(f"{source} is in {report.path}")
     model = _model_section(report.path)
     if model:
-        output.line("model:")
-        for key, value in model.items():
-            output.line(f"  {key}: {str(value).lower() if isinstance(value, bool) else value}")
+        from hpctrain.spec.yaml_tree import dump
+
+        output.line(dump({"model": model}).rstrip())
 
 
 def _model_section(path: Path) -> dict[str, Any]:
+    """The section of a job file that describes a checkpoint's model, without what is not set."""
+
+    def given(section: dict[str, Any]) -> dict[str, Any]:
+        inner = {k: given(v) if isinstance(v, dict) else v for k, v in section.items()}
+        return {key: value for key, value in inner.items() if value is not None and value != {}}
+
     with opened(str(path), path, None) as reader:
-        model = reader.scalars.get("model") or {}
-        return {key: value for key, value in model.items() if value is not None and value != {}}
+        model = given(reader.scalars.get("model") or {})
+    if not model.get("moe", {}).get("experts"):
+        model.pop("moe", None)
+    return model
 
 
 @click.command()

@@ -94,6 +94,18 @@ def test_safetensors_and_back(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("experts", ["", ", moe: {experts: 4, top_k: 2, router: sigmoid}"])
+def test_the_model_section_told_makes_the_same_model(tmp_path: Path, experts: str) -> None:
+    text = LLAMA.replace("bias: false", f"bias: false{experts}")
+    checkpoint_of(text, tmp_path / "here")
+    done("export", tmp_path / "here", tmp_path / "out", "--format", "safetensors")
+    told = done("import", tmp_path / "out", tmp_path / "back")
+    assert ("moe" in told) == bool(experts)
+    assert "None" not in told and "null" not in told
+    again = text[: text.index("model:")] + told
+    assert parity._spec(again, 1, []).model == parity._spec(text, 1, []).model
+
+
 def test_types_that_numpy_has_not(tmp_path: Path) -> None:
     """bfloat16 and 8-bit floats, made by torch, compared by torch."""
     made = {
@@ -244,7 +256,8 @@ def test_hugging_faces_layout_computes_the_same_and_returns(
     assert expected.std() > 0.1
     torch.testing.assert_close(reference(weights, config), expected, atol=1e-5, rtol=1e-5)
     told = done("import", tmp_path / "out", tmp_path / "back")
-    assert "model:\n" in told
+    same = parity._spec(text[: text.index("model:")] + told, 1, []).model.transformer()
+    assert same == parity._spec(text, 1, []).model.transformer()
     assert_equal(store, tmp_path / "back", but=("optimizer/", "scalar "))
     # Rounded once, as torch rounds.
     done("export", tmp_path / "here", tmp_path / "bf16", "--format", "hf", "--dtype", "bfloat16")
