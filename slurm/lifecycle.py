@@ -5,6 +5,7 @@ decisions, from what the ranks, the batch script and Slurm have said.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ _PERMANENT = frozenset(
 
 _FROM_OUTSIDE = frozenset({"preempted", "requeued", "node_failure", "signal", "bad_nodes"})
 """What no fault of the job brings about: it may come again before there was progress."""
+_ASKED = frozenset({128 + signal.SIGUSR1, 128 + signal.SIGUSR2})
+"""Exit codes of ranks that were asked to stop before they could handle that: who but Slurm and
+people that ask sends these signals?"""
 _PATIENCE = 3
 """Restarts in a row without progress that such a cause may bring about."""
 _LATE_SECONDS = 30.0
@@ -94,7 +98,7 @@ def ended(
         return Ended("walltime", "the ranks had not stopped when the walltime was nearly over")
     if failures:
         return _failed(failures)
-    if code == Exit.STOPPED:
+    if code == Exit.STOPPED or code in _ASKED:
         return Ended("signal", "asked to stop before the ranks had begun")
     words = f"the ranks wrote no end and left with {code}{_signal(code)}: see logs/job.log"
     return Ended("rank_failure", words)
@@ -190,8 +194,6 @@ def _failed(failures: Sequence[FailureRecord]) -> Ended:
 
 
 def _signal(code: int) -> str:
-    import signal
-
     try:
         return f" (killed by {signal.Signals(code - 128).name})" if code > 128 else ""
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -68,6 +69,9 @@ BAD = state("stopped", "preflight: bad nodes node3: node3: computes at 1 GFLOP/s
         (143, state("running"), [], RUNNING, "rank_failure", True, False),
         (3, state("running"), [], RUNNING, "rank_failure", True, False),
         (75, None, [], RUNNING, "signal", True, False),
+        (128 + signal.SIGUSR1, None, [], RUNNING, "signal", True, False),
+        (128 + signal.SIGUSR2, None, [], RUNNING, "signal", True, False),
+        (128 + signal.SIGSEGV, None, [], RUNNING, "rank_failure", True, False),
     ],
 )
 def test_every_way_of_ending(
