@@ -9,9 +9,9 @@ PIP    := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 quickstart: $(VENV)/.local data/english.h5
 	$(BIN)/hpctrain submit docs/examples/quickstart.yaml
 
-# Files of tests in three processes, which often wait for ranks, Slurm or a clock; long ones first.
+# Files of tests in three processes: many wait for ranks, Slurm or a clock more than they compute.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 # Every case of what the suite samples: about two hours on two cores.
 whole: $(VENV)/.dev

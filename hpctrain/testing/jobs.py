@@ -66,7 +66,7 @@ def run_job(
     ranks: int = 1,
     run: RunDir | None = None,
     expect: int = Exit.OK,
-    timeout: float = 150.0,
+    timeout: float = 300.0,
     env: Mapping[str, str] | None = None,
 ) -> RunDir:
     """Run a job to its end and return its run directory.

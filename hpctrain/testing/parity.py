@@ -29,7 +29,7 @@ def check_parity(
     job: str,
     *layouts: Sequence[str],
     steps: int = 10,
-    timeout: float = 170.0,
+    timeout: float = 380.0,
     learns: float = 0.3,
     per_node: int | None = None,
 ) -> list[Report]:

@@ -61,7 +61,7 @@ def run_ranks(
     ranks: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     env: Mapping[str, str] | None = None,
     launcher: Sequence[str] | None = None,
     **kwargs: Any,

@@ -41,7 +41,7 @@ def numbers(run) -> list[tuple[float, float]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_any_layout_goes_on_in_any_other(folder):
     """4 stages and 2 copies, then 2 stages, 2 tensor ranks and 2 copies, then one rank."""
     reference = numbers(run_job(JOB, folder))

@@ -184,7 +184,7 @@ def _live_storages(resized: bool) -> Any:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_memory_and_traffic(ranks):
-    by_rank = run_ranks(ranks, every_layout, LAYOUTS[ranks], timeout=150)
+    by_rank = run_ranks(ranks, every_layout, LAYOUTS[ranks], timeout=380)
     for number, (job, overrides) in enumerate(LAYOUTS[ranks]):
         spec = resolved(job, ranks, overrides)
         compare(spec, [found[number] for found in by_rank])

@@ -36,7 +36,7 @@ def ranks_of(process) -> list[psutil.Process]:
     return [p for p in parent.children(recursive=True) if "python" in p.name()]
 
 
-def wait_for_step(run, step: int, process, timeout: float = 60.0) -> None:
+def wait_for_step(run, step: int, process, timeout: float = 150.0) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
         last = run.last_step()
@@ -46,7 +46,7 @@ def wait_for_step(run, step: int, process, timeout: float = 60.0) -> None:
     pytest.fail(f"step {step} not reached; exit {process.poll()}")
 
 
-def wait_for_checkpoint(run, step: int, process, timeout: float = 60.0) -> None:
+def wait_for_checkpoint(run, step: int, process, timeout: float = 150.0) -> None:
     """Saving goes on in the background: a step being done does not make it durable."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
